@@ -1,0 +1,1 @@
+"""Pure functions on arrays: losses, samplers and distances, each with its equation and source. Imports nothing of ours."""
