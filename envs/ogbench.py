@@ -4,6 +4,9 @@ Only its single-task environments are environments here: the others draw a goal 
 and are decided on the state BEFORE the step: -1 (mazes) or minus the number of unsolved parts, 0 at the goal, where the episode ends.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# (mujoco's functions come from C++ without stubs)
+
 import contextlib
 import copy
 import functools

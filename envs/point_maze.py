@@ -4,6 +4,9 @@ A step moves the point by 0.2 * action, stops it and runs five physics steps, wh
 start of the contact solver: without that (as with `mujoco.rollout`) positions near walls drift by an ulp.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# (mujoco's functions come from C++ without stubs)
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -52,9 +52,8 @@ def main(argv: list[str]) -> None:
     """Generates both files; the validation file first, so that a training file is never without one."""
     if len(argv) > 1:
         raise ValueError(f'unexpected argument {argv[1]!r}; options are written --name=value')
-    for flag in (ENV, OUT):
-        if not flag.value:
-            raise ValueError(f'--{flag.name} is missing')
+    if not ENV.value or not OUT.value:
+        raise ValueError(f'--{"out" if ENV.value else "env"} is missing')
     path = Path(OUT.value).expanduser()
     if path.suffix != '.npz':
         raise ValueError(f'--out={OUT.value} must end in .npz')

@@ -1,0 +1,10 @@
+"""What runs an agent: the training loop, acting, evaluation, checkpoints, logging and statistics.
+
+`training.fit(agent, source, num_updates, seeds)` is the whole loop from Python; `training.load(RUN)` brings a trained agent back.
+"""
+
+from training.fit import Control, Result, fit
+from training.members import Members, over_grid, over_seeds
+from training.runs import describe, load, make_task
+
+__all__ = ['Control', 'Members', 'Result', 'describe', 'fit', 'load', 'make_task', 'over_grid', 'over_seeds']

@@ -119,13 +119,14 @@ class Checkpoints:
         self._rotate(step)
         return final
 
-    def restore(self, template: Any, step: int | None = None) -> tuple[int, Any, dict]:
+    def restore(self, template: Any, step: int | None = None, part: str = '') -> tuple[int, Any, dict]:
         """Reads a checkpoint into the structure of `template`.
 
         Args:
           template: pytree of arrays or `jax.ShapeDtypeStruct`; only structure, shapes, dtypes and shardings are used. A leaf without a
             sharding comes back as a numpy array, one with a sharding is placed like it (a key is always a JAX array).
           step: this one and no other; None: the newest that verifies, with one announced line for each that is passed over.
+          part: path of the subtree that `template` stands for, such as "['carry'].state"; '' is the whole tree.
 
         Returns:
           (step, tree, meta).
@@ -133,16 +134,16 @@ class Checkpoints:
         Raises:
           CheckpointError: none is usable, or the state that it holds has other paths, shapes or dtypes than `template`.
         """
-        wanted = _describe(template)
+        wanted = {part + name: leaf for name, leaf in _describe(template).items()}
         defects = []
         for candidate in reversed(self.steps()) if step is None else [step]:
             path = self.path(candidate)
             defect = self.verify(candidate)
             if defect is None:
                 stored, meta = _read_descriptions(path)
-                _compare(stored, wanted, path)
+                _compare({name: leaf for name, leaf in stored.items() if name.startswith(part)}, wanted, path)
                 try:
-                    return candidate, _place(_read_arrays(path, stored), stored, template), meta
+                    return candidate, _place(_read_arrays(path, stored), stored, template, part), meta
                 except (OSError, ValueError, KeyError, RuntimeError) as error:  # whatever orbax says of files that it can't read
                     defect = f'orbax cannot read it: {_reason(error)}'
             defects.append(f'{path.name}: {defect}')
@@ -222,11 +223,11 @@ def _compare(stored: dict[str, Leaf], wanted: dict[str, Leaf], path: Path) -> No
         raise CheckpointError(f'{path} holds another state: {"; ".join(lines[:5])}{more}. Use the configuration that it was saved with')
 
 
-def _place(arrays: dict[str, np.ndarray], stored: dict[str, Leaf], template: Any) -> Any:
+def _place(arrays: dict[str, np.ndarray], stored: dict[str, Leaf], template: Any, part: str) -> Any:
     paths, structure = jax.tree_util.tree_flatten_with_path(template)
     placed = []
     for path, like in paths:
-        name = jax.tree_util.keystr(path)
+        name = part + jax.tree_util.keystr(path)
         value: Any = arrays[name]
         sharding = getattr(like, 'sharding', None)
         if stored[name].key:

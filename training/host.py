@@ -140,6 +140,6 @@ class Actor:
             'next_observations': jax.tree.map(pick, arrived, timestep.observation),
             'valid': active.astype(np.float32),
             'first': np.asarray(timestep.first, np.float32),
-            **extras,
+            'extras': extras,
             'metrics': {} if step is None else step.metrics,
         }

@@ -53,11 +53,11 @@ def _reset(env: DeviceEnv, seed_key: Array, source: str, episodes: Array) -> Any
     return jax.vmap(one)(jnp.arange(episodes.shape[0]), episodes)
 
 
-def rollout(env: DeviceEnv, policy: Policy, source: str, length: int, mode: str) -> Callable[[Any, RolloutState, Array], tuple[RolloutState, dict]]:
+def rollout(env: DeviceEnv, policy: Policy, source: str, length: int, mode: str) -> Callable[..., tuple[RolloutState, dict]]:
     """Builds `act(state, rollout_state, seed_key) -> (rollout_state, steps)`.
 
     `steps` has leaves [E, length, ...]: observations, actions, rewards, masks, truncations, next_observations (the true ones, before a
-    reset), valid, first and the plan's extras. Raises ValueError unless `length` is a multiple of `policy.horizon`.
+    reset), valid, first, and `extras` of the plan. Raises ValueError unless `length` is a multiple of `policy.horizon`.
     """
     if length % policy.horizon:
         raise ValueError(f'a rollout of {length} control steps is not a multiple of the policy horizon {policy.horizon}')
@@ -91,7 +91,7 @@ def rollout(env: DeviceEnv, policy: Policy, source: str, length: int, mode: str)
                 'next_observations': select(active, stepped.observation, timestep.observation),
                 'valid': active.astype(jnp.float32),
                 'first': timestep.first.astype(jnp.float32),
-                **extras,
+                'extras': extras,
             }
             env_state = select(active, select(ended, fresh, stepped), env_state)
             timestep = select(active, new_timestep, timestep)

@@ -1,5 +1,7 @@
 """Scripted experts: what they record, and that OGBench reads it and gives the rewards that `envs.relabel` gives."""
 
+from typing import Any
+
 import numpy as np
 import ogbench
 import pytest
@@ -147,11 +149,16 @@ def test_cubes_are_picked_and_placed(kind, cubes):
     assert heights.max() > 0.1
 
 
-def test_noisy_cubes_contain_random_actions(cubes):
-    """A tenth of the actions is uniform, whatever the expert wants: its gripper command of +-1 (+ noise) is replaced."""
-    gripper = episodes(cubes['noisy'], 'actions')[:, :, 4]
-    quiet = gripper[np.argmin(np.std(np.abs(gripper), axis=1))]
-    assert 0.05 < (np.abs(quiet) < 0.5).mean() < 0.45
+def test_noise_of_noisy_cubes(monkeypatch):
+    """With an expert that stands still, what is left is the recipe's noise: N(0, xi [1, 1, 1, 3, 10]), or uniform one time in ten."""
+    from ogbench.manipspace.oracles.markov.cube_markov import CubeMarkovOracle
+
+    monkeypatch.setattr(CubeMarkovOracle, 'select_action', lambda self, observation, info: np.zeros(5))
+    actions = generate.episodes('ogbench/cube-single-noisy-v0', 0, 'train', [0]).arrays['actions']
+    # xi < 0.1, so |a_x| > 1/2 (five standard deviations) comes from the uniform: 0.1 * 0.5 of three coordinates, standard error 0.007.
+    assert abs((np.abs(actions[:, :3]) > 0.5).mean() - 0.05) < 0.02
+    scales = np.median(np.abs(actions), axis=0)
+    np.testing.assert_allclose(scales / scales[:3].mean(), [1, 1, 1, 3, 10], rtol=0.15)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +169,8 @@ def test_ogbench_reads_the_file_and_gives_the_same_rewards(name, task, navigate,
     path = tmp_path / f'{name}-v0.npz'
     npz.write(path, **result.arrays)
     npz.write(tmp_path / f'{name}-v0-val.npz', **result.arrays)
-    env, train, _ = ogbench.make_env_and_datasets(f'{name}-singletask-{task}-v0', dataset_path=str(path))
+    made: Any = ogbench.make_env_and_datasets(f'{name}-singletask-{task}-v0', dataset_path=str(path))
+    env, train, _ = made
     rewards, masks = envs.relabel(f'ogbench/{name}-singletask-{task}-v0', npz.read(path))
     keep = np.ones(len(rewards), bool)
     keep[np.cumsum(result.arrays['lengths'] + 1) - 1] = False  # OGBench drops final rows

@@ -1,5 +1,10 @@
 """The batched point maze against OGBench's own environment, bit for bit."""
 
+# pyright: reportAttributeAccessIssue=false
+# (mujoco's functions come from C++ without stubs)
+
+from typing import Any
+
 import gymnasium
 import mujoco
 import numpy as np
@@ -20,7 +25,7 @@ def headings(rng, num_steps, num_slots):
 
 def reference(identifier, seed, actions, target=None):
     """One episode of OGBench's environment. With `target`, a cell, it follows the oracle there; returns what it did and saw."""
-    env = gymnasium.make(identifier)
+    env: Any = gymnasium.make(identifier)
     np.random.seed(seed)  # noqa: NPY002
     observation, _ = env.reset(seed=seed)
     rows, taken = [(observation, 0.0, False, False, 0.0)], []

@@ -1,0 +1,457 @@
+"""Runs an agent: stages of updates with evaluation, logging, checkpoints and exact resume. `scripts/train.py` and notebooks share it."""
+
+import dataclasses
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import envs as environments
+from agents.types import Agent, Stage
+from data.types import Dataset
+from training import folder, loop, members, statistics
+from training.checkpoints import Checkpoints
+from training.collect import Collector
+from training.evaluation import Evaluator, member_scores
+from training.logger import Logger
+
+MAX_UPDATES_PER_CALL = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class Control:
+    """Run control: may change on resume; none of it changes a number of the training."""
+
+    log_interval: int = 1000  # updates between rows of metrics
+    eval_interval: int = 0  # updates between evaluations; 0: only before the first and after the last update
+    eval_episodes: int = 0  # episodes per member and evaluation; 0: no evaluation
+    eval_modes: tuple[str, ...] = ('eval',)  # modes of the policy that are evaluated
+    checkpoint_interval: int = 0  # updates between checkpoints; 0: only after the last update
+    checkpoint_keep: int = 2  # checkpoints kept
+    updates_per_call: int = 0  # updates fused into one dispatch; 0: the largest that fits the intervals, at most 500
+    num_workers: int = 0  # processes that step host environments in evaluation
+    num_devices: int = 1  # local devices that the members are divided over
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value < (1 if field.name in ('log_interval', 'checkpoint_keep', 'num_devices') else 0):
+                raise ValueError(f'{field.name}={value} is out of range')
+
+
+class Result(NamedTuple):
+    """What a run leaves."""
+
+    state: Any  # agent states, leaves [R, ...]
+    members: members.Members
+    summary: dict[str, Any]
+    stopped: bool  # a signal ended it before its last update
+
+
+def fit(
+    agent: Agent,
+    source: Any = None,
+    num_updates: int = 0,
+    seeds: Sequence[int] = (0,),
+    progress_fn: Callable[[int, dict], None] | None = None,
+    *,
+    stages: Sequence[Stage] | None = None,
+    sources: Mapping[str, Any] | None = None,
+    num_envs: int = 1,
+    replay_capacity: int = 100_000,
+    grid: Mapping[str, Sequence[float]] | None = None,
+    eval_env: Any = '',
+    prepare_states: Callable[[Any, members.Members], Any] | None = None,
+    control: Control | None = None,
+    out: str | Path | None = None,
+    config: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    announce: Callable[[str], None] = folder.to_stderr,
+) -> Result:
+    """Trains every seed (and setting) of an agent side by side.
+
+    Args:
+      agent: from `agents.make`.
+      source: a Dataset (then needs of source 'data' read it) or an environment (source 'env').
+      num_updates: updates of phase 'train'; or give `stages`.
+      seeds: integers; seed s gives the same run whatever other seeds or settings run beside it.
+      progress_fn: called with (updates done, {metric: [R]}) after every log interval and evaluation.
+      stages: the run as a list of stages, instead of `num_updates`.
+      sources: further datasets and environments by name.
+      num_envs: environments per member, for online agents.
+      replay_capacity: transitions kept per environment, where a phase reads what was acted.
+      grid: hyper-parameter -> values; every combination is trained with every seed.
+      eval_env: name of the environment of the evaluation, or a DeviceEnv.
+      prepare_states: (initial states [R, ...], members) -> states, for example to adopt another run's networks.
+      control: intervals and the like.
+      out: run folder; None keeps everything in memory.
+      config: what defines the run, stored in config.json (see `describe`).
+      resume: continue the run in `out`. overwrite: delete it first.
+      announce: takes one line of news.
+
+    Returns:
+      Result.
+
+    Raises:
+      ValueError: one line that says what does not fit; nothing has been written then.
+    """
+    named = dict(sources or {})
+    if source is not None:
+        named['data' if isinstance(source, Dataset) else 'env'] = source
+    all_sources = loop.Sources(
+        {name: jax.tree.map(jnp.asarray, value) for name, value in named.items() if isinstance(value, Dataset)},
+        {name: value for name, value in named.items() if not isinstance(value, Dataset)},
+        num_envs,
+    )
+    all_stages = list(stages) if stages is not None else [Stage('train', num_updates)]
+    loop.check(agent, all_stages, all_sources)
+    run = _Run(agent, all_stages, all_sources, members.over_grid(agent, seeds, grid), control or Control(), announce, progress_fn)
+    run.prepare(prepare_states, replay_capacity, eval_env)
+    if out is None:
+        return run.train(None)
+    with folder.open_run(out, {**(config or {}), 'control': dataclasses.asdict(run.control)}, resume, overwrite, MUTABLE, announce) as opened:
+        return run.train(opened)
+
+
+MUTABLE = frozenset({'control', 'provenance', 'count'})  # first components of config names that may change on resume
+
+
+class _Cursor(NamedTuple):
+    """How far a run has come."""
+
+    stage: int = 0
+    step: int = 0  # within the stage
+    counter: int = 0  # updates of the whole run
+
+    def advanced(self, updates: int, count: int) -> '_Cursor':
+        step = self.step + updates
+        return _Cursor(self.stage + (step >= count), 0 if step >= count else step, self.counter + updates)
+
+
+class _Signals:
+    """SIGTERM and SIGINT ask the run to save and stop; a second one ends the process at once."""
+
+    def __init__(self):
+        self.received: int | None = None
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> '_Signals':
+        try:
+            self._old = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        except ValueError:  # not the main thread: the owner of the process decides
+            self._old = {}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.received is not None:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.received = number
+
+
+class _Run:
+    """One run of `fit`."""
+
+    def __init__(self, agent, stages, sources, team, control, announce, progress_fn):
+        self.agent, self.stages, self.sources, self.team, self.control = agent, stages, sources, team, control
+        self.announce, self.progress_fn = announce, progress_fn
+        self.keys = members.seed_keys(team)
+        self.evaluator: Evaluator | None = None
+        self.compile_seconds = self.train_seconds = self.earlier_seconds = 0.0
+        self.started = time.monotonic()
+        self.last_scores: dict[str, np.ndarray] = {}
+        self.first_scores: dict[str, np.ndarray] = {}
+        self._compiled: dict[tuple, Any] = {}
+
+    # ---- set-up
+
+    def prepare(self, prepare_states, replay_capacity, eval_env) -> None:
+        agent, sources, control = self.agent, self.sources, self.control
+        self.spread, self.shared = members.sharding(len(self.team.seeds), control.num_devices)
+        states = members.init_states(agent, self.team)
+        if prepare_states is not None:
+            states = prepare_states(states, self.team)
+        needs = loop.needs_of(agent, self.stages)
+
+        def init(state, key):
+            return loop.init_carry(agent, sources, needs, replay_capacity, state, key)
+
+        carry = jax.jit(jax.vmap(init))(states, self.keys)
+        self.carry = jax.device_put(jax.tree.map(jnp.copy, carry), self.spread)  # its own buffers: they are donated to the first call
+        self.keys = jax.device_put(self.keys, self.spread)
+        self.datasets = jax.device_put(sources.datasets, self.shared)
+        self.collectors = {
+            name: Collector(agent.policy, env, name, len(self.team.seeds), sources.num_envs)
+            for name, env in sources.envs.items()
+            if not env.on_device and any(need.kind == 'rollout' and need.source == name for need in needs)
+        }
+        if control.eval_episodes:
+            if not eval_env:
+                raise ValueError('evaluation needs an environment: pass --env, or --eval_episodes=0')
+            name, made = (eval_env, None) if isinstance(eval_env, str) else ('', eval_env)
+            self.evaluator = Evaluator(agent.policy, name, len(self.team.seeds), control.eval_episodes, control.num_workers, made)
+
+    # ---- the loop
+
+    def train(self, opened: folder.RunFolder | None) -> Result:
+        path = opened.path if opened else None
+        self.checkpoints = Checkpoints(path / 'checkpoints', self.control.checkpoint_keep, self.announce) if path else None
+        self.logger = Logger(path, announce=self.announce) if path else None
+        cursor = _Cursor()
+        if opened and opened.resumed:
+            cursor = self._restore(cursor)
+        total = sum(stage.count for stage in self.stages)
+        stopped = False
+        try:
+            with _Signals() as self.signals, _Progress(total, cursor.counter) as self.progress:
+                if cursor.counter == 0:
+                    self._evaluate(0)
+                while cursor.stage < len(self.stages):
+                    if self.stages[cursor.stage].count == 0:
+                        cursor = cursor._replace(stage=cursor.stage + 1)
+                        continue
+                    cursor = self._advance(cursor, total)
+                    if self.signals.received is not None and cursor.stage < len(self.stages):
+                        stopped = True
+                        self._save(cursor)
+                        self.announce(f'stopped by signal after {cursor.counter} of {total} updates; continue with --resume')
+                        break
+        finally:
+            if self.evaluator:
+                self.evaluator.close()
+        summary = self._summary(cursor.counter)
+        if path and not stopped:
+            folder.write_json(path / 'summary.json', summary)
+        return Result(self.carry.state, self.team, summary, stopped)
+
+    def _advance(self, cursor: _Cursor, total: int) -> _Cursor:
+        """One call of fused updates, then whatever is due."""
+        control, stage = self.control, self.stages[cursor.stage]
+        updates = min(self._updates_per_call(stage), stage.count - cursor.step)
+        for interval in (control.log_interval, control.eval_interval, control.checkpoint_interval):
+            if interval:
+                updates = min(updates, interval - cursor.counter % interval)
+        began = time.monotonic()
+        metrics = self._call(stage, cursor, updates)
+        jax.block_until_ready(metrics)
+        self.train_seconds += time.monotonic() - began
+        cursor = cursor.advanced(updates, stage.count)
+        self.progress.update(updates)
+
+        last = cursor.counter == total
+        if cursor.counter % control.log_interval == 0 or last:
+            self._log(cursor.counter, stage.phase, {name: _last_finite(np.asarray(values)) for name, values in metrics.items()})
+        due = bool(control.eval_interval) and cursor.counter % control.eval_interval == 0
+        if due or last:
+            self._evaluate(cursor.counter)
+        if last or (control.checkpoint_interval and cursor.counter % control.checkpoint_interval == 0):
+            self._save(cursor)
+        return cursor
+
+    def _updates_per_call(self, stage: Stage) -> int:
+        control = self.control
+        if control.updates_per_call:
+            return control.updates_per_call
+        common = math.gcd(*(n for n in (stage.count, control.log_interval, control.eval_interval, control.checkpoint_interval) if n))
+        return max(n for n in range(1, min(common, MAX_UPDATES_PER_CALL) + 1) if common % n == 0)
+
+    def _call(self, stage: Stage, cursor: _Cursor, updates: int) -> dict[str, Any]:
+        datasets = {**self.datasets, **(stage.data or {})}
+        if loop.on_host(self.agent, stage, self.sources):
+            return self._host_call(stage, cursor, updates, datasets)
+        steps = jnp.arange(cursor.step, cursor.step + updates, dtype=jnp.int32)
+        counters = jnp.arange(cursor.counter, cursor.counter + updates, dtype=jnp.int32)
+        call = loop.make_call(self.agent, stage, self.sources)
+        compiled = self._compile((cursor.stage, updates), call, self.carry, self.keys, datasets, steps, counters)
+        self.carry, metrics = compiled(self.carry, self.keys, datasets, steps, counters)
+        return metrics
+
+    def _host_call(self, stage: Stage, cursor: _Cursor, updates: int, datasets: Any) -> dict[str, Any]:
+        """Updates one by one, because acting happens outside the graph; riders first, like inside it."""
+        rows = []
+        for offset in range(updates):
+            row: dict[str, Any] = {}
+            names = [name for name, period in (stage.every or {}).items() if (cursor.step + offset) % period == 0]
+            for name in (*names, stage.phase):
+                fresh = {}
+                for need in self.agent.phases[name].needs.values():
+                    if need.kind == 'rollout' and need.source in self.collectors:
+                        fresh[need.source] = self.collectors[need.source].collect(self.carry.state, self.keys, need.length, need.mode)
+                step, counter = jnp.int32(cursor.step + offset), jnp.int32(cursor.counter + offset)
+                run = members.over_seeds(loop.make_phase(self.agent, name, self.sources))
+                compiled = self._compile(('host', name), run, self.carry, self.keys, datasets, fresh, step, counter)
+                self.carry, metrics = compiled(self.carry, self.keys, datasets, fresh, step, counter)
+                row |= metrics
+            rows.append(row)
+        names = {name for row in rows for name in row}
+        missing = jnp.full(len(self.team.seeds), jnp.nan)
+        return {name: jnp.stack([row.get(name, missing) for row in rows], axis=1) for name in names}
+
+    def _compile(self, key: tuple, function: Callable, *arguments: Any) -> Any:
+        if key not in self._compiled:
+            self.progress.note('compiling')
+            began = time.monotonic()
+            self._compiled[key] = jax.jit(function, donate_argnums=0).lower(*arguments).compile()
+            self.compile_seconds += time.monotonic() - began
+            self.progress.note('')
+        return self._compiled[key]
+
+    # ---- what happens between calls
+
+    def _log(self, update: int, phase: str, metrics: Mapping[str, Any]) -> None:
+        health, env_steps = jax.device_get((self.carry.health, self.carry.env_steps))
+        metrics = {**metrics, 'health/skipped': health.skipped, 'health/diverged': health.diverged}
+        if self.sources.envs:
+            metrics['env_steps'] = env_steps
+        self._write(update, metrics)
+
+    def _write(self, update: int, metrics: Mapping[str, Any]) -> None:
+        if self.logger:
+            rows = []
+            for member, (seed, setting) in enumerate(zip(self.team.seeds, self.team.settings, strict=True)):
+                rows.append({'update': update, 'seed': int(seed), 'setting': setting, **{k: float(v[member]) for k, v in metrics.items()}})
+            self.logger.write(update, rows)
+        if self.progress_fn:
+            self.progress_fn(update, dict(metrics))
+
+    def _evaluate(self, update: int) -> None:
+        if not self.evaluator:
+            return
+        diverged = np.asarray(self.carry.health.diverged)
+        scores: dict[str, np.ndarray] = {}
+        for mode in self.control.eval_modes:
+            self.progress.note(f'evaluating {mode}')
+            episodes = self.evaluator(self.carry.state, self.keys, update, mode, lambda: self.signals.received is not None)
+            if episodes is None:
+                return
+            means = member_scores(episodes, diverged, self.evaluator.env.spec.horizon)
+            scores |= {f'{mode}/{name}': values for name, values in means.items()}
+        self.progress.note(_headline(scores))
+        if update == 0:
+            self.first_scores = scores
+        self.last_scores = scores
+        self._write(update, scores)
+
+    def _save(self, cursor: _Cursor) -> None:
+        if not self.checkpoints:
+            return
+        collectors = {name: collector.get_state() for name, collector in self.collectors.items()}
+        meta = {
+            **cursor._asdict(),
+            'seconds': self.earlier_seconds + time.monotonic() - self.started,
+            'compile_seconds': self.compile_seconds,
+            'train_seconds': self.train_seconds,
+            'first_scores': {name: values.tolist() for name, values in self.first_scores.items()},
+            'last_scores': {name: values.tolist() for name, values in self.last_scores.items()},
+        }
+        if cursor.counter in self.checkpoints.steps() and self.checkpoints.verify(cursor.counter) is None:
+            return
+        try:
+            self.checkpoints.save(cursor.counter, {'carry': self.carry, 'collectors': collectors}, meta)
+        except ValueError as error:  # a full disk must not end the training: the next interval tries again
+            self.announce(f'{error}; training goes on')
+            if cursor.stage >= len(self.stages):
+                raise
+
+    def _restore(self, cursor: _Cursor) -> _Cursor:
+        assert self.checkpoints and self.logger
+        if not self.checkpoints.steps():
+            self.logger.resume(-1)
+            self.announce('no checkpoint was written before the run ended: starting it again')
+            return cursor
+        template = {'carry': self.carry, 'collectors': {name: c.template(self.carry.state, self.keys) for name, c in self.collectors.items()}}
+        _, tree, meta = self.checkpoints.restore(template)
+        self.carry = jax.device_put(jax.tree.map(jnp.copy, tree['carry']), self.spread)
+        for name, collector in self.collectors.items():
+            collector.set_state(tree['collectors'][name])
+        cursor = _Cursor(meta['stage'], meta['step'], meta['counter'])
+        if cursor.stage >= len(self.stages):  # the run was complete; more updates of its last stage extend it
+            done = cursor.counter - sum(stage.count for stage in self.stages[:-1])
+            if done < self.stages[-1].count:
+                cursor = cursor._replace(stage=len(self.stages) - 1, step=done)
+        self.earlier_seconds, self.compile_seconds, self.train_seconds = meta['seconds'], meta['compile_seconds'], meta['train_seconds']
+        self.first_scores = {name: np.asarray(values, float) for name, values in meta['first_scores'].items()}
+        self.last_scores = {name: np.asarray(values, float) for name, values in meta['last_scores'].items()}
+        moved = self.logger.resume(cursor.counter)
+        self.announce(f'resuming after {cursor.counter} updates' + (f'; {moved} later rows moved to metrics.discarded.csv' if moved else ''))
+        return cursor
+
+    def _summary(self, updates: int) -> dict[str, Any]:
+        def by_setting(scores: Mapping[str, np.ndarray]) -> dict[str, Any]:
+            labels = np.asarray(self.team.settings)
+            return {
+                name: {label: {'per_seed': values[labels == label].tolist(), **statistics.summarise(values[labels == label])} for label in dict.fromkeys(self.team.settings)}
+                for name, values in scores.items()
+            }
+
+        health, env_steps = jax.device_get((self.carry.health, self.carry.env_steps))
+        return {
+            'seeds': self.team.seeds.tolist(),
+            'settings': list(dict.fromkeys(self.team.settings)),
+            'num_updates': updates,
+            'num_env_steps': env_steps.tolist(),
+            'wall_seconds': self.earlier_seconds + time.monotonic() - self.started,
+            'compile_seconds': self.compile_seconds,
+            'updates_per_second': updates / max(self.train_seconds - self.compile_seconds, 1e-9),
+            'skipped_updates': health.skipped.tolist(),
+            'diverged': health.diverged.tolist(),
+            'eval': by_setting(self.last_scores),
+            'eval_before': by_setting(self.first_scores),
+        }
+
+
+def _last_finite(values: np.ndarray) -> np.ndarray:
+    """The last finite entry along the updates of a call: [R, K] -> [R]; NaN where there is none."""
+    finite = np.isfinite(values)
+    index = values.shape[1] - 1 - np.argmax(finite[:, ::-1], axis=1)
+    return np.where(finite.any(axis=1), values[np.arange(values.shape[0]), index], np.nan)
+
+
+def _headline(scores: Mapping[str, np.ndarray]) -> str:
+    shown = [f'{name} {values.mean():.2f}' for name, values in scores.items() if name.endswith(('success', 'return'))]
+    return ', '.join(shown)
+
+
+class _Progress:
+    """A bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, total: int, done: int):
+        from tqdm import tqdm
+
+        self._terminal = sys.stderr.isatty()
+        self._bar = tqdm(total=total, initial=done, unit='update', file=sys.stderr, dynamic_ncols=True, disable=not self._terminal)
+        self._done, self._total, self._first, self._began = done, total, done, time.monotonic()
+        self._spoke = time.monotonic()
+
+    def __enter__(self) -> '_Progress':
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._bar.close()
+
+    def update(self, updates: int) -> None:
+        self._done += updates
+        self._bar.update(updates)
+        if not self._terminal and time.monotonic() - self._spoke > 30:
+            self._spoke = time.monotonic()
+            rate = (self._done - self._first) / (self._spoke - self._began)
+            left = (self._total - self._done) / max(rate, 1e-9)
+            print(f'{self._done}/{self._total} updates, {rate:.1f}/s, about {left:.0f} s left', file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """What is going on, beside the bar."""
+        self._bar.set_postfix_str(text)
+        if text and not self._terminal:
+            print(f'{self._done}/{self._total} updates: {text}', file=sys.stderr, flush=True)

@@ -1,0 +1,189 @@
+"""What a run is made of, as JSON and back: tasks with their data, config.json, and `load` for notebooks, evaluation and serving."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import agents
+import envs
+from agents.types import Agent
+from data import dataset as datasets
+from data import npz
+from data.types import Dataset
+from envs.types import Spec, Statistics
+from envs.workers import pack_spec, unpack_spec
+from training import folder, members
+from training.checkpoints import Checkpoints
+from training.rollout import first_timestep
+
+ACTION_MARGIN = 1e-5  # recorded actions are clipped to +-(1 - margin), so that none lies on the border of the box
+
+
+class Task(NamedTuple):
+    """An environment's spec, with the data that belong to it."""
+
+    spec: Spec  # with the statistics of the data
+    dataset: Dataset | None
+    dataset_hash: str | None
+
+
+def read_dataset(path: str | Path, env_name: str) -> Dataset:
+    """A file as a Dataset. Rewards and masks are those of the environment's task where it defines them on recorded states.
+
+    Raises ValueError (one line) for a damaged file or one that holds no rewards for this environment.
+    """
+    arrays = dict(npz.read(path))
+    if 'rewards' not in arrays:
+        arrays['rewards'], arrays['masks'] = envs.relabel(env_name, arrays)
+    extras = {name: arrays[name] for name in ('qpos', 'qvel', 'button_states') if name in arrays}
+    limit = 1 - ACTION_MARGIN
+    actions = np.clip(arrays['actions'], -limit, limit)
+    return datasets.from_trajectories(arrays['observations'], actions, arrays['rewards'], arrays['masks'], arrays['lengths'], extras)
+
+
+def make_task(env_name: str, dataset: str | Path | None = None) -> Task:
+    """The task of an environment, and of a file of recorded trajectories for it."""
+    env = envs.make(env_name)
+    spec = env.spec
+    if not env.on_device:
+        env.close()
+    if dataset is None:
+        return Task(spec, None, None)
+    files = npz.find(dataset)
+    if len(files) > 1:
+        raise ValueError(f'{dataset} holds {len(files)} files; training on a rotation of files is not built yet: name one of them')
+    loaded = read_dataset(files[0], env_name)
+    shape = np.shape(loaded.observations)[1:]
+    if shape != spec.observations.shape or loaded.actions.shape[1:] != spec.actions.shape:
+        raise ValueError(
+            f'{files[0]} has observations {shape} and actions {loaded.actions.shape[1:]}, but {env_name} has '
+            f'{spec.observations.shape} and {spec.actions.shape}: it was recorded in another environment'
+        )
+    return Task(spec._replace(statistics=datasets.statistics(loaded)), loaded, datasets.dataset_hash(loaded))
+
+
+def describe(name: str, overrides: Mapping[str, Any], spec: Spec, env_name: str = '') -> dict[str, Any]:
+    """The part of config.json from which `load` rebuilds an agent."""
+    statistics = None if spec.statistics is None else {key: np.asarray(value).tolist() for key, value in spec.statistics._asdict().items()}
+    packed = {**pack_spec(spec._replace(statistics=None)), 'statistics': statistics}
+    return {'agent': {'name': name, 'overrides': dict(overrides)}, 'spec': packed, 'env': env_name}
+
+
+def rebuild(config: Mapping[str, Any]) -> tuple[Agent, Spec]:
+    """The agent and the task that `describe` wrote down."""
+    packed = dict(config['spec'])
+    statistics = packed.pop('statistics')
+    observations = _float_bounds(packed['observations'], packed['dict'])
+    spec = unpack_spec({**packed, 'actions': _float_bounds(packed['actions'], False), 'observations': observations})
+    if statistics is not None:
+        spec = spec._replace(statistics=Statistics(**{key: np.asarray(value, np.float32) for key, value in statistics.items()}))
+    overrides = {key: tuple(value) if isinstance(value, list) else value for key, value in config['agent']['overrides'].items()}
+    return agents.make(config['agent']['name'], spec, **overrides), spec
+
+
+def _float_bounds(fields: Mapping[str, Any], is_dict: bool) -> dict[str, Any]:
+    """JSON spells infinite bounds as text."""
+    if is_dict:
+        return {key: _float_bounds(part, False) for key, part in fields.items()}
+    return {**fields, 'minimum': float(fields['minimum']), 'maximum': float(fields['maximum'])}
+
+
+class Loaded(NamedTuple):
+    """A trained run."""
+
+    agent: Agent
+    state: Any  # agent states, leaves [R, ...]
+    config: dict[str, Any]
+    members: members.Members
+    counter: int  # updates that the state has seen
+
+
+def load(run: str | Path, step: int | None = None) -> Loaded:
+    """The agent, states and config of a run folder, at its newest sound checkpoint or at `step` updates.
+
+    Only the agent's state is taken; replay and environments stay on disk. `RUN@STEP` names a step, too.
+
+    Raises ValueError (one line) if there is no such run or checkpoint, or if it does not fit the agent of its config.
+    """
+    path, _, at = str(run).partition('@')
+    if at:
+        if not at.isdigit():
+            raise ValueError(f'cannot read the step of {run!r}: write RUN@STEP')
+        step = int(at)
+    config = folder.read_config(path)
+    agent, _ = rebuild(config)
+    team = members.over_grid(agent, config['seeds'], config.get('grid'))
+    template = jax.eval_shape(lambda: members.init_states(agent, team))
+    counter, state, _ = Checkpoints(Path(path) / 'checkpoints').restore(template, step, part="['carry'].state")
+    return Loaded(agent, jax.tree.map(jnp.asarray, state), config, team, counter)
+
+
+def adopter(agent: Agent, name: str, run: str | Path, announce: Any = folder.to_stderr) -> Any:
+    """prepare_states for `fit`: every member starts from the networks of another run (`--init.NAME=RUN[@STEP]`).
+
+    Member i takes member i of the other run; a run with one member serves all. After adopting, the actions of both are compared on the
+    same observations under the same keys and the largest difference is announced.
+
+    Raises ValueError if the agent cannot adopt that kind of run, or the number of members or the shapes do not fit.
+    """
+    if name not in agent.adopt:
+        raise ValueError(f'--init.{name}: this agent can start from {", ".join(agent.adopt) or "nothing"}')
+
+    def prepare(states: Any, team: members.Members) -> Any:
+        other = load(run)
+        count, num_members = len(other.members.seeds), len(team.seeds)
+        if count not in (1, num_members):
+            raise ValueError(f'--init.{name}={run} has {count} members, this run has {num_members}: they must agree, or the other have one')
+        index = np.arange(num_members) % count
+        source = jax.tree.map(lambda leaf: leaf[index], other.state)
+        try:
+            adopted = jax.vmap(agent.adopt[name])(states, source)
+        except (KeyError, AttributeError) as error:
+            raise ValueError(f'--init.{name}={run}: that run has other networks ({error}); choose a run of the right agent') from error
+        before, after = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (states, adopted))
+        if before != after:
+            raise ValueError(f'--init.{name}={run}: its networks have other shapes; give both runs the same sizes and features')
+        announce(f'--init.{name}={run}: step-0 actions differ by at most {_difference(agent, adopted, other, source):.2e}')
+        return adopted
+
+    return prepare
+
+
+def _difference(agent: Agent, states: Any, other: Loaded, source: Any) -> float:
+    _, spec = rebuild(other.config)
+    if agent.policy.horizon != other.agent.policy.horizon:
+        raise ValueError(f'the runs plan {agent.policy.horizon} and {other.agent.policy.horizon} control steps: set the same horizon_length')
+    statistics = spec.statistics
+    center = np.zeros(spec.observations.shape) if statistics is None else statistics.mean
+    scale = np.ones(spec.observations.shape) if statistics is None else statistics.std
+    observations = jnp.asarray(center + scale * np.random.default_rng(0).standard_normal((16, *spec.observations.shape)), jnp.float32)
+    plans = [_plans(owner, state, observations, spec) for owner, state in ((agent, states), (other.agent, source))]
+    return float(jnp.max(jnp.abs(plans[0] - plans[1])))
+
+
+def _plans(agent: Agent, states: Any, observations: Any, spec: Spec) -> Any:
+    timestep = first_timestep(observations, spec.actions.shape)
+
+    def plan(state):
+        memory = agent.policy.observe(state, agent.policy.init(state, observations.shape[0]), timestep)
+        return agent.policy.plan(state, memory, timestep, jax.random.key(0), 'eval')[0].actions
+
+    return jax.jit(jax.vmap(plan))(states)
+
+
+def run_config(description: Mapping[str, Any], seeds: Sequence[int], grid: Mapping[str, Any], stages: Sequence[Any], task: Task) -> dict[str, Any]:
+    """config.json of a run: what defines it ('count' may be extended on resume), and where it was made."""
+    return {
+        **description,
+        'seeds': [int(seed) for seed in seeds],
+        'grid': {name: list(values) for name, values in grid.items()},
+        'stages': [{'phase': stage.phase, 'every': dict(stage.every or {})} for stage in stages],
+        'count': {str(index): stage.count for index, stage in enumerate(stages)},
+        'dataset_hash': task.dataset_hash,
+        'provenance': {**folder.provenance(), 'devices': [f'{device.platform}:{device.device_kind}' for device in jax.local_devices()]},
+    }
+
