@@ -37,12 +37,12 @@ class Control:
     checkpoint_keep: int = 2  # checkpoints kept
     updates_per_call: int = 0  # updates fused into one dispatch; 0: the largest that fits the intervals, at most 500
     num_workers: int = 0  # processes that step host environments in evaluation
-    num_devices: int = 1  # local devices that the members are divided over
+    num_devices: int = 0  # local devices that the members are divided over; 0: as many as divide them evenly
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int) and value < (1 if field.name in ('log_interval', 'checkpoint_keep', 'num_devices') else 0):
+            if isinstance(value, int) and value < (1 if field.name in ('log_interval', 'checkpoint_keep') else 0):
                 raise ValueError(f'{field.name}={value} is out of range')
 
 

@@ -66,9 +66,12 @@ def over_seeds(step: Callable) -> Callable:
 def sharding(num_members: int, num_devices: int) -> tuple[Any, Any]:
     """(sharding of leaves [R, ...] over the first `num_devices` local devices, sharding of what is shared).
 
+    `num_devices` 0 takes as many local devices as divide the members evenly.
+
     Raises ValueError if the members cannot be divided evenly or there are fewer devices.
     """
     devices = jax.local_devices()
+    num_devices = num_devices or max(n for n in range(1, len(devices) + 1) if num_members % n == 0)
     if not 1 <= num_devices <= len(devices):
         raise ValueError(f'--num_devices={num_devices}, but there are {len(devices)} local devices')
     if num_members % num_devices:

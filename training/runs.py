@@ -125,7 +125,8 @@ def load(run: str | Path, step: int | None = None) -> Loaded:
 def adopter(agent: Agent, name: str, run: str | Path, announce: Any = folder.to_stderr) -> Any:
     """prepare_states for `fit`: every member starts from the networks of another run (`--init.NAME=RUN[@STEP]`).
 
-    Member i takes member i of the other run; a run with one member serves all. After adopting, the actions of both are compared on the
+    A member takes the other run's member of the same seed, where that run has one setting and all the seeds; else members pair up in order,
+    and a run with one member serves all. After adopting, the actions of both are compared on the
     same observations under the same keys and the largest difference is announced.
 
     Raises ValueError if the agent cannot adopt that kind of run, or the number of members or the shapes do not fit.
@@ -135,10 +136,7 @@ def adopter(agent: Agent, name: str, run: str | Path, announce: Any = folder.to_
 
     def prepare(states: Any, team: members.Members) -> Any:
         other = load(run)
-        count, num_members = len(other.members.seeds), len(team.seeds)
-        if count not in (1, num_members):
-            raise ValueError(f'--init.{name}={run} has {count} members, this run has {num_members}: they must agree, or the other have one')
-        index = np.arange(num_members) % count
+        index = _partners(name, run, team, other.members)
         source = jax.tree.map(lambda leaf: leaf[index], other.state)
         try:
             adopted = jax.vmap(agent.adopt[name])(states, source)
@@ -151,6 +149,19 @@ def adopter(agent: Agent, name: str, run: str | Path, announce: Any = folder.to_
         return adopted
 
     return prepare
+
+
+def _partners(name: str, run: str | Path, team: members.Members, other: members.Members) -> np.ndarray:
+    """Index into the other run for each member."""
+    theirs = {int(seed): index for index, seed in enumerate(other.seeds)}
+    if len(set(other.settings)) == 1 and all(int(seed) in theirs for seed in team.seeds):
+        return np.asarray([theirs[int(seed)] for seed in team.seeds])
+    if len(other.seeds) not in (1, len(team.seeds)):
+        raise ValueError(
+            f'--init.{name}={run} has {len(other.seeds)} members with other seeds than the {len(team.seeds)} of this run: '
+            'use the same seeds, as many members, or a run with one'
+        )
+    return np.arange(len(team.seeds)) % len(other.seeds)
 
 
 def _difference(agent: Agent, states: Any, other: Loaded, source: Any) -> float:

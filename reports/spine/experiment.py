@@ -1,0 +1,294 @@
+"""Measures reports/spine/plan.md. Run by `python scripts/report.py spine --scale=smoke|report --out=DIR`; resumable, cell by cell."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import agents
+
+from training import Control, fit, folder, members, runs, statistics
+from training.evaluation import Evaluator, member_scores
+from training.logger import read as read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+SUITES = {
+    'maze-explore': ('ogbench/pointmaze-medium-explore-v0', 'ogbench/pointmaze-medium-singletask-task{}-v0'),
+    'maze-navigate': ('ogbench/pointmaze-medium-navigate-v0', 'ogbench/pointmaze-medium-singletask-task{}-v0'),
+    'cube-play': ('ogbench/cube-single-play-v0', 'ogbench/cube-single-singletask-task{}-v0'),
+}
+SHARED = {'batch_size': 128, 'learning_rate': 1e-3, 'horizon_length': 5, 'normalize_observations': True}
+MAZE = {**SHARED, 'hidden_sizes': (64, 64), 'observation_octaves': 3}
+CUBE = {**SHARED, 'hidden_sizes': (128, 128)}
+GRIDS = {'qam': {'inverse_temperature': (3.0, 10.0)}, 'trqam': {'kl_budget': (0.5, 1.0)}}
+MAIN, RIVALS = 'trqam_1', ('bc', 'bc_continued', 'best_of_16', 'qam_3', 'qam_10')
+SCALES: dict[str, dict[str, Any]] = {
+    'smoke': {
+        'suites': ('maze-explore',),
+        'tasks': (1,),
+        'seeds': (0, 1),
+        'data_seed': 0,
+        'data_episodes': 10,
+        'episodes': 4,
+        'shrink': 100,
+    },
+    'report': {
+        'suites': tuple(SUITES),
+        'tasks': (1, 2, 3, 4, 5),
+        'seeds': tuple(range(100, 110)),
+        'data_seed': 1000,
+        'data_episodes': 100,
+        'episodes': 50,
+        'shrink': 1,
+    },
+}
+
+
+def run(scale: str, out: Path) -> None:
+    """Runs what is missing of every cell, then writes results.json and table.md into `out`."""
+    if scale not in SCALES:
+        raise ValueError(f'--scale={scale}: choose {" or ".join(SCALES)}')
+    settings = SCALES[scale]
+    out.mkdir(parents=True, exist_ok=True)
+    for suite in settings['suites']:
+        cell = Cells(settings, suite, out / suite)
+        cell.make_data()
+        cell.clones()
+        for task in settings['tasks']:
+            cell.task(task)
+            write_results(scale, settings, out)  # after every task, so that a stopped run leaves what it has
+
+
+class Cells:
+    """The cells of one data set."""
+
+    def __init__(self, settings: dict[str, Any], suite: str, out: Path):
+        self.settings, self.suite, self.out = settings, suite, out
+        self.dataset_name, self.env_name = SUITES[suite]
+        self.data = out / 'data.npz'
+        self.config = CUBE if suite.startswith('cube') else MAZE
+        self.clone_updates, self.updates = (30_000, 20_000) if suite.startswith('cube') else (10_000, 8_000)
+        self.clone_updates, self.updates = self.clone_updates // settings['shrink'], self.updates // settings['shrink']
+        self.workers = min(2, os.cpu_count() or 1)
+
+    def make_data(self) -> None:
+        if self.data.exists():
+            return
+        command = [sys.executable, str(ROOT / 'scripts/generate.py'), f'--env={self.dataset_name}', f'--out={self.data}']
+        command += [
+            f'--num_episodes={self.settings["data_episodes"]}',
+            f'--seed={self.settings["data_seed"]}',
+            f'--num_workers={self.workers}',
+        ]
+        self.out.mkdir(parents=True, exist_ok=True)
+        subprocess.run(command, check=True)
+
+    def _train(self, name: str, task: int, overrides: dict, updates: int, path: Path, prepare: Any, grid: dict, **control: Any) -> Any:
+        """One compiled program; a finished one is only read."""
+        if (path / 'summary.json').exists():
+            return None
+        env_name = self.env_name.format(task)
+        made = runs.make_task(env_name, self.data)
+        agent = agents.make(name, made.spec, **overrides)
+        seeds = self.settings['seeds']
+        config = runs.run_config(runs.describe(name, overrides, made.spec, env_name), seeds, grid, [agents.Stage('train', updates)], made)
+        interval = max(updates // 4, 1)
+        control = Control(
+            log_interval=max(updates // 40, 1),
+            eval_interval=control.get('eval_interval', interval),
+            eval_episodes=self.settings['episodes'],
+            checkpoint_interval=interval,
+            num_workers=self.workers,
+        )
+        prepare_states = None if prepare is None else runs.adopter(agent, 'bc', prepare)
+        return fit(
+            agent,
+            made.dataset,
+            updates,
+            seeds,
+            grid=grid,
+            eval_env=env_name,
+            prepare_states=prepare_states,
+            control=control,
+            out=path,
+            config=config,
+            resume=True,
+        )
+
+    def clones(self) -> None:
+        """The clone does not know the task: one run serves all five. Its floor is looked at on task 1, its score on each."""
+        third = self.clone_updates // 3
+        self._train('bc_flow', 1, self.config, self.clone_updates, self.out / 'bc', None, {}, eval_interval=max(third, 1))
+        self._train('bc_flow', 1, self.config, self.updates, self.out / 'bc_continued', self.out / 'bc', {}, eval_interval=self.updates)
+
+    def task(self, task: int) -> None:
+        critic = {'critic_hidden_sizes': self.config['hidden_sizes'], 'num_critics': 2, 'clip': 'per_net'}
+        for name, grid in GRIDS.items():
+            self._train(name, task, {**self.config, **critic}, self.updates, self.out / f'task{task}' / name, self.out / 'bc', grid)
+        control = {**self.config, **critic, 'kl_budget': 1e-6}
+        self._train('trqam', task, control, self.updates, self.out / f'task{task}' / 'control', self.out / 'bc', {}) if task == 1 else None
+        self._scores(task)
+
+    def _scores(self, task: int) -> None:
+        path = self.out / f'task{task}' / 'scores.json'
+        if path.exists():
+            return
+        folders = {'bc': 'bc', 'bc_continued': 'bc_continued', 'qam': f'task{task}/qam', 'trqam': f'task{task}/trqam'}
+        loaded = {name: runs.load(self.out / where) for name, where in folders.items()}
+        seeds = list(self.settings['seeds'])
+        arms: dict[str, dict[str, list[float]]] = {}
+        for name, run_of in loaded.items():
+            modes = {'eval': name}
+            if name == 'trqam':
+                modes['base_best'] = 'best_of_16'
+            for mode, label in modes.items():
+                evaluator = Evaluator(
+                    run_of.agent.policy, self.env_name.format(task), len(run_of.members.seeds), self.settings['episodes'], self.workers
+                )
+                episodes = evaluator(run_of.state, members.seed_keys(run_of.members), run_of.counter, mode)
+                means = member_scores(episodes, np.zeros(len(run_of.members.seeds), bool), evaluator.env.spec.horizon)
+                evaluator.close()
+                for setting in dict.fromkeys(run_of.members.settings):
+                    chosen = np.asarray(run_of.members.settings) == setting
+                    arm = f'{label}_{setting.split("=")[1]}' if setting and mode == 'eval' else label
+                    if mode == 'base_best' and setting != 'kl_budget=1':
+                        continue
+                    arms[arm] = {'success': means['success'][chosen].tolist(), 'length': means['length'][chosen].tolist()}
+        folder.write_json(path, {'seeds': seeds, 'arms': arms, 'drift': self._drift(task, loaded), 'dual': self._dual(task)})
+
+    def _drift(self, task: int, loaded: dict[str, Any]) -> dict[str, list[float]]:
+        """Mean over held-out states of the RMS difference between an arm's action and the frozen clone's, from the same noise; per seed."""
+        held_out = runs.read_dataset(self.data.with_name('data-val.npz'), self.env_name.format(task))
+        rows = np.random.default_rng(0).choice(len(held_out.observations), 1000, replace=False)
+        observations = jnp.asarray(np.asarray(held_out.observations)[rows])
+        clone = loaded['bc']
+        reference = _actions(clone.agent, clone.state, observations)
+        compared = {name: loaded[name] for name in ('bc_continued', 'qam', 'trqam')}
+        if (self.out / 'task1/control/summary.json').exists() and task == 1:
+            compared['control'] = runs.load(self.out / 'task1/control')
+        drift = {}
+        for name, run_of in compared.items():
+            actions = _actions(run_of.agent, run_of.state, observations)
+            for setting in dict.fromkeys(run_of.members.settings):
+                chosen = np.asarray(run_of.members.settings) == setting
+                distance = np.sqrt(np.mean((actions[chosen] - reference) ** 2, axis=(2, 3))).mean(axis=1)
+                drift[f'{name}_{setting.split("=")[1]}' if setting else name] = distance.tolist()
+        return drift
+
+    def _dual(self, task: int) -> dict[str, Any]:
+        """Path KL and lambda over the last quarter of the updates, per budget and seed."""
+        columns = read_metrics(self.out / f'task{task}' / 'trqam')
+        late = (columns['update'] > 0.75 * self.updates) & np.isfinite(columns['actor/path_kl'])
+        result = {}
+        for setting in sorted(set(columns['setting'])):
+            chosen = late & (columns['setting'] == setting)
+            by_seed = [chosen & (columns['seed'] == seed) for seed in self.settings['seeds']]
+            result[setting] = {
+                'path_kl': [float(columns['actor/path_kl'][rows].mean()) for rows in by_seed],
+                'lambda': [float(columns['dual/lambda'][rows].mean()) for rows in by_seed],
+                'binds': [bool((columns['dual/lambda'][rows] > 0.0301).all()) for rows in by_seed],
+            }
+        return result
+
+
+def _actions(agent: Any, states: Any, observations: Any) -> np.ndarray:
+    """Actions [R, N, H, A] of all members from the same noise."""
+    timestep = runs.first_timestep(observations, (1,))
+
+    def plan(state):
+        return agent.policy.plan(state, (), timestep, jax.random.key(0), 'eval')[0].actions
+
+    return np.asarray(jax.jit(jax.vmap(plan))(states))
+
+
+def write_results(scale: str, settings: dict[str, Any], out: Path) -> None:
+    """results.json and table.md from the cells that are done."""
+    raw, claims = {}, []
+    for suite in settings['suites']:
+        done = {task: out / suite / f'task{task}' / 'scores.json' for task in settings['tasks']}
+        raw[suite] = {f'task{task}': json.loads(path.read_text()) for task, path in done.items() if path.exists()}
+        claims += _comparisons(suite, raw[suite], scale, complete=len(raw[suite]) == len(settings['tasks']))
+    folder.write_json(
+        out / 'results.json',
+        {'scale': scale, 'claims': claims, 'raw': raw, 'floors': _floors(settings, out), 'provenance': folder.provenance()},
+    )
+    folder.write_text(out / 'table.md', _table(raw))
+
+
+def _comparisons(suite: str, tasks: dict[str, Any], scale: str, complete: bool) -> list[dict[str, Any]]:
+    rows = []
+    for task, scores in tasks.items():
+        for rival in RIVALS:
+            ours, theirs = (np.asarray(scores['arms'][arm]['success']) for arm in (MAIN, rival))
+            interval = statistics.paired_bootstrap_interval(ours, theirs) if len(ours) > 1 else (np.nan, np.nan)
+            rows.append((task, rival, statistics.iqm(ours - theirs), interval, statistics.wilcoxon(ours, theirs), ours))
+    adjusted = statistics.holm([row[4] for row in rows]) if rows else []
+    claims = []
+    for (task, rival, effect, interval, p, ours), corrected in zip(rows, adjusted, strict=True):
+        above, below = interval[0] > 0, interval[1] < 0
+        outcome = 'confirmed' if corrected < 0.05 and above else 'refuted' if corrected < 0.05 and below else 'not_shown'
+        claims.append(
+            {
+                'id': f'{suite}/{task}/{MAIN}-{rival}',
+                'claim': f'{MAIN} reaches the goal more often than {rival} on {suite} {task}',
+                'kind': 'comparison',
+                'basis': 'our_derivation',
+                'outcome': outcome if scale == 'report' else 'not_shown',
+                'effect': effect,
+                'ci95': list(interval),
+                'p': float(p),
+                'p_holm': float(corrected),
+                'family_complete': complete,
+                'seeds': len(ours),
+                'scale': scale,
+                'command': f'python scripts/report.py spine --scale={scale} --out=DIR',
+            }
+        )
+    return claims
+
+
+def _floors(settings: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Success of the clone on task 1 over its training: {suite: [[update, mean success], ...]}."""
+    floors = {}
+    for suite in settings['suites']:
+        path = out / suite / 'bc'
+        if not (path / 'summary.json').exists():
+            continue
+        columns = read_metrics(path)
+        scored = np.isfinite(columns['eval/success'])
+        updates = sorted(set(columns['update'][scored].tolist()))
+        floors[suite] = [[update, float(columns['eval/success'][scored & (columns['update'] == update)].mean())] for update in updates]
+    return floors
+
+
+def _table(raw: dict[str, Any]) -> str:
+    lines = [
+        '| data | task | arm | success IQM [95% interval] | worst seed | steps | drift from the clone | path KL | lambda |',
+        '|---|---|---|---|---|---|---|---|---|',
+    ]
+    for suite, tasks in raw.items():
+        for task, scores in tasks.items():
+            for arm, values in scores['arms'].items():
+                summary = statistics.summarise(values['success'])
+                drift = scores['drift'].get(arm)
+                setting = f'kl_budget={arm.split("_")[1]}' if arm.startswith('trqam') else ''
+                dual = scores['dual'].get(setting)
+                cells = [
+                    suite,
+                    task,
+                    arm,
+                    f'{summary["iqm"]:.2f} [{summary["ci95"][0]:.2f}, {summary["ci95"][1]:.2f}]',
+                    f'{summary["min"]:.2f}',
+                    f'{np.mean(values["length"]):.0f}',
+                    f'{np.mean(drift):.3f}' if drift else '',
+                    f'{np.mean(dual["path_kl"]):.2f}' + ('' if all(dual['binds']) else ' (not binding for all)') if dual else '',
+                    f'{np.mean(dual["lambda"]):.3f}' if dual else '',
+                ]
+                lines.append('| ' + ' | '.join(cells) + ' |')
+    return '\n'.join(lines) + '\n'
