@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agents.config import hyper, static, sweepable, validate
+from agents.fields import hyper, static, sweepable, validate
 from agents.types import Agent, Need, Phase, Plan, Policy
 from losses.flow_matching import flow_matching_loss, integrate_flow
 from networks import VelocityField, observation_encoder

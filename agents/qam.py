@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from agents.bc_flow import chunk_policy, flat_chunks, velocity_network
-from agents.config import hyper, static, sweepable, validate
+from agents.fields import hyper, static, sweepable, validate
 from agents.types import Agent, Need, Phase
 from losses import adjoint_matching as am
 from losses.flow_matching import flow_matching_loss, integrate_flow

@@ -18,7 +18,7 @@ def names() -> list[str]:
 
 
 def register(name: str, module: ModuleType) -> None:
-    """Adds an agent: a module with `Config` (a frozen dataclass of agents.config fields) and `make(config, spec) -> Agent`."""
+    """Adds an agent: a module with `Config` (a frozen dataclass of agents.fields fields) and `make(config, spec) -> Agent`."""
     missing = [part for part in ('Config', 'make') if not hasattr(module, part)]
     if missing:
         raise ValueError(f'agent {name!r} lacks {" and ".join(missing)}: an agent file defines Config and make(config, spec)')

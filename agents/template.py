@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agents.config import hyper, static, sweepable, validate
+from agents.fields import hyper, static, sweepable, validate
 from agents.types import Agent, Need, Phase, Plan, Policy
 from networks import MLP, observation_encoder
 from optimizers import adam_init, adam_step

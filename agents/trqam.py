@@ -14,7 +14,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from agents import qam
-from agents.config import static, sweepable
+from agents.fields import static, sweepable
 from agents.types import Agent
 from optimizers import init_dual, project_log_dual, update_dual
 

@@ -30,7 +30,16 @@ def _average(state: DualState, measured: Array, decay: Array, bias_correction: b
 
 
 def update_dual(
-    state: DualState, measured: Array, budget: Array, *, step_size: Array, decay: Array, clip: Array, minimum: Array, maximum: Array, bias_correction: bool = False
+    state: DualState,
+    measured: Array,
+    budget: Array,
+    *,
+    step_size: Array,
+    decay: Array,
+    clip: Array,
+    minimum: Array,
+    maximum: Array,
+    bias_correction: bool = False,
 ) -> tuple[DualState, dict[str, Array]]:
     """One linear step: multiplier <- project(multiplier + step_size * (average - budget)).
 
@@ -57,7 +66,16 @@ def update_dual(
 
 
 def project_log_dual(
-    state: DualState, measured: Array, budget: Array, *, step_size: Array, decay: Array, clip: Array, minimum: Array, maximum: Array, bias_correction: bool = False
+    state: DualState,
+    measured: Array,
+    budget: Array,
+    *,
+    step_size: Array,
+    decay: Array,
+    clip: Array,
+    minimum: Array,
+    maximum: Array,
+    bias_correction: bool = False,
 ) -> tuple[DualState, dict[str, Array]]:
     """One multiplicative step: log multiplier <- project(log multiplier + step_size * (average / budget - 1)). Ours; free of the budget's scale.
 

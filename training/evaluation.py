@@ -34,7 +34,9 @@ class Evaluator:
         self._keys: dict[str, Callable] = {}
         self.network_calls = 0  # of the last evaluation, for the speed rules' tests
 
-    def __call__(self, state: Any, seed_keys: Any, counter: int, mode: str = 'eval', stop: Callable[[], bool] = lambda: False) -> dict[str, np.ndarray] | None:
+    def __call__(
+        self, state: Any, seed_keys: Any, counter: int, mode: str = 'eval', stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, np.ndarray] | None:
         """Scores of every episode: {'return', 'length', and each metric of the environment at its maximum: [R, num_episodes]}.
 
         Args:
@@ -46,7 +48,9 @@ class Evaluator:
         """
         if mode not in self._actors:
             self._actors[mode] = Actor(self._policy, self.env, self.num_members, mode)
-            self._keys[mode] = jax.jit(jax.vmap(lambda key, counter, block: streams.eval_key(key, counter, mode, block), in_axes=(0, None, None)))
+            self._keys[mode] = jax.jit(
+                jax.vmap(lambda key, counter, block: streams.eval_key(key, counter, mode, block), in_axes=(0, None, None))
+            )
         actor = self._actors[mode]
         slots = self.num_members * self.num_episodes
         actor.start(state, np.tile([streams.start_seed(episode) for episode in range(self.num_episodes)], self.num_members))

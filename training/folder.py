@@ -216,6 +216,13 @@ def open_run(
     return RunFolder(folder, given, stored is not None and resume, changed, descriptor)
 
 
+def check_run(path: str | os.PathLike, resume: bool, overwrite: bool) -> None:
+    """Raises ValueError where `open_run` would refuse the folder because of what is in it; changes nothing."""
+    if resume and overwrite:
+        raise ValueError('choose one of --resume (continue the run) and --overwrite (delete it and start anew)')
+    _stored_config(_checked_path(path), resume, overwrite)
+
+
 def read_config(path: str | os.PathLike) -> dict:
     """The stored config of a run folder, without opening or locking it. Raises ValueError if it is not a run folder."""
     file = Path(path) / 'config.json'

@@ -52,8 +52,12 @@ class Actor:
         if env.num_envs != num_members * self.shape[1]:
             raise ValueError(f'{env.num_envs} environments cannot be shared by {num_members} members evenly')
         self._plan = jax.jit(jax.vmap(lambda state, memory, timestep, key: policy.plan(state, memory, timestep, key, mode)))
-        self._observe = jax.jit(jax.vmap(lambda state, memory, timestep, where: select(where, policy.observe(state, memory, timestep), memory)))
-        self._keep = jax.jit(lambda where, new, old: jax.tree.map(lambda a, b: jnp.where(where.reshape(where.shape + (1,) * (a.ndim - 2)), a, b), new, old))
+        self._observe = jax.jit(
+            jax.vmap(lambda state, memory, timestep, where: select(where, policy.observe(state, memory, timestep), memory))
+        )
+        self._keep = jax.jit(
+            lambda where, new, old: jax.tree.map(lambda a, b: jnp.where(where.reshape(where.shape + (1,) * (a.ndim - 2)), a, b), new, old)
+        )
         self._split = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(0, None)))
         self.timestep: Any = None
         self.memory: Any = None
@@ -83,7 +87,9 @@ class Actor:
             if actions is None:
                 actions, lengths, extras = new
             else:
-                keep = jax.tree.map(lambda a, b: np.where(mask.reshape(mask.shape + (1,) * (a.ndim - 2)), a, b), new, (actions, lengths, extras))
+                keep = jax.tree.map(
+                    lambda a, b: np.where(mask.reshape(mask.shape + (1,) * (a.ndim - 2)), a, b), new, (actions, lengths, extras)
+                )
                 actions, lengths, extras = keep
             asking = live & (lengths.reshape(-1) == 0)
             if not asking.any():

@@ -1,7 +1,8 @@
 """The one training loop: a stage of updates as a compiled program.
 
 What an update eats is described by the agent's needs; this file turns them into samplers and rollouts inside the graph. `step` (local to
-the stage) and `counter` (of the whole run) are inputs of the scan and never batched, so that `step % period` stays a real branch under vmap.
+the stage) and `counter` (of the whole run) are shared by all members and never batched, so that `step % period` stays a real branch under
+vmap.
 """
 
 from collections.abc import Mapping
@@ -62,7 +63,9 @@ def check(agent: Agent, stages: list[Stage], sources: Sources) -> None:
         known = {*sources.datasets, *sources.envs, *(stage.data or {})}
         for need in needs_of(agent, [stage]):
             if need.source not in known:
-                raise ValueError(f'phase {stage.phase!r} needs the source {need.source!r}, but there is only {", ".join(sorted(known)) or "none"}')
+                raise ValueError(
+                    f'phase {stage.phase!r} needs the source {need.source!r}, but there is only {", ".join(sorted(known)) or "none"}'
+                )
             if need.kind == 'rollout' and need.source not in sources.envs:
                 raise ValueError(f'phase {stage.phase!r} acts in {need.source!r}, which is a dataset, not an environment')
             if need.kind == 'rollout' and need.length % agent.policy.horizon:
@@ -92,7 +95,9 @@ def plan_extras(agent: Agent, env: Any, state: Any, num_envs: int) -> dict[str, 
 
     def plan(state):
         observations = jax.tree.map(
-            lambda part: jnp.zeros((num_envs, *part.shape), part.dtype), env.spec.observations, is_leaf=lambda part: hasattr(part, 'minimum')
+            lambda part: jnp.zeros((num_envs, *part.shape), part.dtype),
+            env.spec.observations,
+            is_leaf=lambda part: hasattr(part, 'minimum'),
         )
         timestep = rollout.first_timestep(observations, env.spec.actions.shape)
         memory = agent.policy.observe(state, agent.policy.init(state, num_envs), timestep)
@@ -149,29 +154,42 @@ def _guarded(new: Any, old: Any, health: Health) -> tuple[Any, Health]:
 
 
 def make_call(agent: Agent, stage: Stage, sources: Sources):
-    """Builds call(carry, keys, datasets, steps [K], counters [K]) -> (carry, metrics [R, K]): K updates of a stage for all members."""
-    main = make_phase(agent, stage.phase, sources)
-    riders = {name: (period, make_phase(agent, name, sources)) for name, period in (stage.every or {}).items()}
+    """Builds call(carry, keys, datasets, step, counter, updates) -> (carry, {metric: [R]}): `updates` updates of a stage for all members.
 
-    def member(carry, seed_key, datasets, fresh, steps, counters):
-        def body(carry, inputs):
-            step, counter = inputs
+    One program serves any number of updates, which is why it changes no bit of the result (a scan of another length is another program, and
+    XLA rounds it differently). Of each metric the last finite value is kept; NaN if there was none. Metrics of a rider are NaN where it
+    did not run.
+    """
+    main = make_phase(agent, stage.phase, sources)
+    riders = [(period, make_phase(agent, name, sources)) for name, period in (stage.every or {}).items()]
+
+    def member(carry, seed_key, datasets, fresh, first_step, first_counter, updates):
+        def update(carry, step, counter):
             metrics = {}
-            for period, rider in riders.values():
+            for period, rider in riders:
 
                 def run(carry, rider=rider):
-                    return rider(carry, seed_key, datasets, {}, step, counter)
+                    return rider(carry, seed_key, datasets, fresh, step, counter)
 
                 def skip(carry, run=run):
-                    shapes = jax.eval_shape(run, carry)[1]
-                    return carry, jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan), shapes)
+                    return carry, _missing(jax.eval_shape(run, carry)[1])
 
                 carry, rider_metrics = jax.lax.cond(step % period == 0, run, skip, carry)
                 metrics |= rider_metrics
-            carry, main_metrics = main(carry, seed_key, datasets, {}, step, counter)
+            carry, main_metrics = main(carry, seed_key, datasets, fresh, step, counter)
             return carry, metrics | main_metrics
 
-        return jax.lax.scan(body, carry, (steps, counters))
+        def body(index, loop_carry):
+            carry, seen = loop_carry
+            carry, metrics = update(carry, first_step + index, first_counter + index)
+            return carry, jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(new), new, old), metrics, seen)
+
+        seen = _missing(jax.eval_shape(update, carry, first_step, first_counter)[1])
+        return jax.lax.fori_loop(0, updates, body, (carry, seen))
 
     mapped = over_seeds(member)
-    return lambda carry, keys, datasets, steps, counters: mapped(carry, keys, datasets, {}, steps, counters)
+    return lambda carry, keys, datasets, step, counter, updates: mapped(carry, keys, datasets, {}, step, counter, updates)
+
+
+def _missing(shapes: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan), shapes)

@@ -45,6 +45,14 @@ def read_dataset(path: str | Path, env_name: str) -> Dataset:
     return datasets.from_trajectories(arrays['observations'], actions, arrays['rewards'], arrays['masks'], arrays['lengths'], extras)
 
 
+def download(name: str) -> None:
+    """Fetches an OGBench dataset (training and validation file) unless it is there. Raises ValueError if that fails."""
+    file = npz.file_name(name)
+    if not (Path(npz.DIRECTORY).expanduser() / file).is_file():
+        for stem in (file.removesuffix('.npz') + '-val', file.removesuffix('.npz')):
+            npz.download(stem)
+
+
 def make_task(env_name: str, dataset: str | Path | None = None) -> Task:
     """The task of an environment, and of a file of recorded trajectories for it."""
     env = envs.make(env_name)
@@ -167,7 +175,9 @@ def _partners(name: str, run: str | Path, team: members.Members, other: members.
 def _difference(agent: Agent, states: Any, other: Loaded, source: Any) -> float:
     _, spec = rebuild(other.config)
     if agent.policy.horizon != other.agent.policy.horizon:
-        raise ValueError(f'the runs plan {agent.policy.horizon} and {other.agent.policy.horizon} control steps: set the same horizon_length')
+        raise ValueError(
+            f'the runs plan {agent.policy.horizon} and {other.agent.policy.horizon} control steps: set the same horizon_length'
+        )
     statistics = spec.statistics
     center = np.zeros(spec.observations.shape) if statistics is None else statistics.mean
     scale = np.ones(spec.observations.shape) if statistics is None else statistics.std
@@ -186,7 +196,9 @@ def _plans(agent: Agent, states: Any, observations: Any, spec: Spec) -> Any:
     return jax.jit(jax.vmap(plan))(states)
 
 
-def run_config(description: Mapping[str, Any], seeds: Sequence[int], grid: Mapping[str, Any], stages: Sequence[Any], task: Task) -> dict[str, Any]:
+def run_config(
+    description: Mapping[str, Any], seeds: Sequence[int], grid: Mapping[str, Any], stages: Sequence[Any], task: Task
+) -> dict[str, Any]:
     """config.json of a run: what defines it ('count' may be extended on resume), and where it was made."""
     return {
         **description,
@@ -197,4 +209,3 @@ def run_config(description: Mapping[str, Any], seeds: Sequence[int], grid: Mappi
         'dataset_hash': task.dataset_hash,
         'provenance': {**folder.provenance(), 'devices': [f'{device.platform}:{device.device_kind}' for device in jax.local_devices()]},
     }
-

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import agents
-
 from training import Control, fit, folder, members, runs, statistics
 from training.evaluation import Evaluator, member_scores
 from training.logger import read as read_metrics

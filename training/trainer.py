@@ -1,7 +1,6 @@
 """Runs an agent: stages of updates with evaluation, logging, checkpoints and exact resume. `scripts/train.py` and notebooks share it."""
 
 import dataclasses
-import math
 import signal
 import sys
 import time
@@ -13,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import envs as environments
 from agents.types import Agent, Stage
 from data.types import Dataset
 from training import folder, loop, members, statistics
@@ -35,7 +33,7 @@ class Control:
     eval_modes: tuple[str, ...] = ('eval',)  # modes of the policy that are evaluated
     checkpoint_interval: int = 0  # updates between checkpoints; 0: only after the last update
     checkpoint_keep: int = 2  # checkpoints kept
-    updates_per_call: int = 0  # updates fused into one dispatch; 0: the largest that fits the intervals, at most 500
+    updates_per_call: int = 0  # most updates fused into one dispatch; 0: 500
     num_workers: int = 0  # processes that step host environments in evaluation
     num_devices: int = 0  # local devices that the members are divided over; 0: as many as divide them evenly
 
@@ -117,7 +115,9 @@ def fit(
     run.prepare(prepare_states, replay_capacity, eval_env)
     if out is None:
         return run.train(None)
-    with folder.open_run(out, {**(config or {}), 'control': dataclasses.asdict(run.control)}, resume, overwrite, MUTABLE, announce) as opened:
+    with folder.open_run(
+        out, {**(config or {}), 'control': dataclasses.asdict(run.control)}, resume, overwrite, MUTABLE, announce
+    ) as opened:
         return run.train(opened)
 
 
@@ -232,14 +232,15 @@ class _Run:
             if self.evaluator:
                 self.evaluator.close()
         summary = self._summary(cursor.counter)
-        if path and not stopped:
-            folder.write_json(path / 'summary.json', summary)
+        if opened and not stopped:
+            named = {'agent': opened.config.get('agent', {}).get('name'), 'env': opened.config.get('env')}
+            folder.write_json(opened.path / 'summary.json', {**named, **summary})
         return Result(self.carry.state, self.team, summary, stopped)
 
     def _advance(self, cursor: _Cursor, total: int) -> _Cursor:
         """One call of fused updates, then whatever is due."""
         control, stage = self.control, self.stages[cursor.stage]
-        updates = min(self._updates_per_call(stage), stage.count - cursor.step)
+        updates = min(control.updates_per_call or MAX_UPDATES_PER_CALL, stage.count - cursor.step)
         for interval in (control.log_interval, control.eval_interval, control.checkpoint_interval):
             if interval:
                 updates = min(updates, interval - cursor.counter % interval)
@@ -252,7 +253,7 @@ class _Run:
 
         last = cursor.counter == total
         if cursor.counter % control.log_interval == 0 or last:
-            self._log(cursor.counter, stage.phase, {name: _last_finite(np.asarray(values)) for name, values in metrics.items()})
+            self._log(cursor.counter, jax.device_get(metrics))
         due = bool(control.eval_interval) and cursor.counter % control.eval_interval == 0
         if due or last:
             self._evaluate(cursor.counter)
@@ -260,29 +261,20 @@ class _Run:
             self._save(cursor)
         return cursor
 
-    def _updates_per_call(self, stage: Stage) -> int:
-        control = self.control
-        if control.updates_per_call:
-            return control.updates_per_call
-        common = math.gcd(*(n for n in (stage.count, control.log_interval, control.eval_interval, control.checkpoint_interval) if n))
-        return max(n for n in range(1, min(common, MAX_UPDATES_PER_CALL) + 1) if common % n == 0)
-
     def _call(self, stage: Stage, cursor: _Cursor, updates: int) -> dict[str, Any]:
         datasets = {**self.datasets, **(stage.data or {})}
         if loop.on_host(self.agent, stage, self.sources):
             return self._host_call(stage, cursor, updates, datasets)
-        steps = jnp.arange(cursor.step, cursor.step + updates, dtype=jnp.int32)
-        counters = jnp.arange(cursor.counter, cursor.counter + updates, dtype=jnp.int32)
+        counts = (jnp.int32(cursor.step), jnp.int32(cursor.counter), jnp.int32(updates))
         call = loop.make_call(self.agent, stage, self.sources)
-        compiled = self._compile((cursor.stage, updates), call, self.carry, self.keys, datasets, steps, counters)
-        self.carry, metrics = compiled(self.carry, self.keys, datasets, steps, counters)
+        compiled = self._compile(('stage', str(cursor.stage)), call, self.carry, self.keys, datasets, *counts)
+        self.carry, metrics = compiled(self.carry, self.keys, datasets, *counts)
         return metrics
 
     def _host_call(self, stage: Stage, cursor: _Cursor, updates: int, datasets: Any) -> dict[str, Any]:
         """Updates one by one, because acting happens outside the graph; riders first, like inside it."""
-        rows = []
+        seen: dict[str, Any] = {}
         for offset in range(updates):
-            row: dict[str, Any] = {}
             names = [name for name, period in (stage.every or {}).items() if (cursor.step + offset) % period == 0]
             for name in (*names, stage.phase):
                 fresh = {}
@@ -293,11 +285,9 @@ class _Run:
                 run = members.over_seeds(loop.make_phase(self.agent, name, self.sources))
                 compiled = self._compile(('host', name), run, self.carry, self.keys, datasets, fresh, step, counter)
                 self.carry, metrics = compiled(self.carry, self.keys, datasets, fresh, step, counter)
-                row |= metrics
-            rows.append(row)
-        names = {name for row in rows for name in row}
-        missing = jnp.full(len(self.team.seeds), jnp.nan)
-        return {name: jnp.stack([row.get(name, missing) for row in rows], axis=1) for name in names}
+                for metric, new in metrics.items():
+                    seen[metric] = jnp.where(jnp.isfinite(new), new, seen.get(metric, jnp.nan))
+        return seen
 
     def _compile(self, key: tuple, function: Callable, *arguments: Any) -> Any:
         if key not in self._compiled:
@@ -310,7 +300,7 @@ class _Run:
 
     # ---- what happens between calls
 
-    def _log(self, update: int, phase: str, metrics: Mapping[str, Any]) -> None:
+    def _log(self, update: int, metrics: Mapping[str, Any]) -> None:
         health, env_steps = jax.device_get((self.carry.health, self.carry.env_steps))
         metrics = {**metrics, 'health/skipped': health.skipped, 'health/diverged': health.diverged}
         if self.sources.envs:
@@ -371,7 +361,10 @@ class _Run:
             self.logger.resume(-1)
             self.announce('no checkpoint was written before the run ended: starting it again')
             return cursor
-        template = {'carry': self.carry, 'collectors': {name: c.template(self.carry.state, self.keys) for name, c in self.collectors.items()}}
+        template = {
+            'carry': self.carry,
+            'collectors': {name: c.template(self.carry.state, self.keys) for name, c in self.collectors.items()},
+        }
         _, tree, meta = self.checkpoints.restore(template)
         self.carry = jax.device_put(jax.tree.map(jnp.copy, tree['carry']), self.spread)
         for name, collector in self.collectors.items():
@@ -385,14 +378,19 @@ class _Run:
         self.first_scores = {name: np.asarray(values, float) for name, values in meta['first_scores'].items()}
         self.last_scores = {name: np.asarray(values, float) for name, values in meta['last_scores'].items()}
         moved = self.logger.resume(cursor.counter)
-        self.announce(f'resuming after {cursor.counter} updates' + (f'; {moved} later rows moved to metrics.discarded.csv' if moved else ''))
+        self.announce(
+            f'resuming after {cursor.counter} updates' + (f'; {moved} later rows moved to metrics.discarded.csv' if moved else '')
+        )
         return cursor
 
     def _summary(self, updates: int) -> dict[str, Any]:
         def by_setting(scores: Mapping[str, np.ndarray]) -> dict[str, Any]:
             labels = np.asarray(self.team.settings)
             return {
-                name: {label: {'per_seed': values[labels == label].tolist(), **statistics.summarise(values[labels == label])} for label in dict.fromkeys(self.team.settings)}
+                name: {
+                    label: {'per_seed': values[labels == label].tolist(), **statistics.summarise(values[labels == label])}
+                    for label in dict.fromkeys(self.team.settings)
+                }
                 for name, values in scores.items()
             }
 
@@ -410,13 +408,6 @@ class _Run:
             'eval': by_setting(self.last_scores),
             'eval_before': by_setting(self.first_scores),
         }
-
-
-def _last_finite(values: np.ndarray) -> np.ndarray:
-    """The last finite entry along the updates of a call: [R, K] -> [R]; NaN where there is none."""
-    finite = np.isfinite(values)
-    index = values.shape[1] - 1 - np.argmax(finite[:, ::-1], axis=1)
-    return np.where(finite.any(axis=1), values[np.arange(values.shape[0]), index], np.nan)
 
 
 def _headline(scores: Mapping[str, np.ndarray]) -> str:
