@@ -46,7 +46,7 @@ class VelocityNetwork(NamedTuple):
 
     encode: Callable  # observations [..., O] -> features [..., F]
     init: Callable  # (key) -> params
-    field: Callable  # (params, features [..., F]) -> velocity: (actions [..., H * A], times [..., 1]) -> [..., H * A]
+    field: Callable[..., Any]  # (params, features [..., F]) -> velocity: (actions [..., H * A], times [..., 1]) -> [..., H * A]
     action_size: int  # H * A
 
 

@@ -102,7 +102,7 @@ def make_with_temperature(config: BaseConfig, spec, temperature: Temperature) ->
     critic_module = EnsembleCritic(config.num_critics, config.critic_hidden_sizes)
     trained_base = not config.freeze_base
 
-    def critic(params, features, actions):
+    def critic(params, features, actions) -> Any:
         return critic_module.apply(params, features, actions)
 
     def init(key, hyper):
@@ -136,7 +136,7 @@ def make_with_temperature(config: BaseConfig, spec, temperature: Temperature) ->
         }
 
     def prepare(state, batches, key):
-        """Everything that carries no gradient: TD targets, simulated paths, adjoints. Takes the noises from `batches` if it finds them there."""
+        """What carries no gradient: TD targets, simulated paths, adjoints. Takes the noises from `batches` if it finds them there."""
         batch, hyper, params, targets = batches['data'], state.hyper, state.params, state.target_params
         features, next_features = network.encode(batch['observations'][:, 0]), network.encode(batch['next_observations'][:, -1])
         noises = batches['noises'] if 'noises' in batches else draw_noises(key, flat_chunks(batch))

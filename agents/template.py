@@ -55,7 +55,8 @@ def make(config: Config, spec) -> Agent:
         return update
 
     def plan(state, memory, timestep, key, mode):
-        actions = jnp.clip(network.apply(state.params['policy'], encode(timestep.observation)), -1, 1)
+        raw: Any = network.apply(state.params['policy'], encode(timestep.observation))
+        actions = jnp.clip(raw, -1, 1)
         return Plan(actions[:, None], jnp.ones(actions.shape[0], jnp.int32), {}), memory
 
     train = Phase({'data': Need('transitions', config.batch_size)}, build(loss), loss, build=build)

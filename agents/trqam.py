@@ -1,6 +1,6 @@
 """Trust-region QAM: adjoint matching inside a budget on how far whole denoising paths may drift from the clone.
 
-Source: TRQAM and its public code. lambda enters the sampling SDE (sigma = g / sqrt(lambda)) and is the multiplier of the path-KL constraint:
+Source: TRQAM and its public code. lambda enters the sampling SDE (sigma = g / sqrt(lambda)) and is the multiplier of the path-KL budget:
 
     D        = mean_b sum_k (2 h / g_k^2) |tuned - target base|^2 / H          (path KL, before the update)
     D_ema   <- decay D_ema + (1 - decay) min(D, kl_clip * kl_budget)

@@ -1,6 +1,7 @@
 """The agent contract. NamedTuples only; anyone may import this file. DESIGN: an algorithm is a few pure functions.
 
-Shapes: B batch rows, L steps of a chunk or window, E environments, T control steps, H steps of a plan, A action entries, O observation entries.
+Shapes: B batch rows, L steps of a chunk or window, E environments, T control steps, H steps of a plan, A and O action and observation
+entries.
 """
 
 from collections.abc import Callable, Mapping

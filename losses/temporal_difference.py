@@ -28,7 +28,7 @@ def chunk_return(rewards: Array, masks: Array, valid: Array, discount: Array, co
 
 
 def pessimistic_value(values: Array, pessimism: Array) -> Array:
-    """mean_j Q_j - pessimism * std_j Q_j over an ensemble [K, ...] -> [...]; population standard deviation. Not for differentiation at std 0."""
+    """mean_j Q_j - pessimism * std_j Q_j over an ensemble [K, ...] -> [...]; population standard deviation. No gradient at std 0."""
     return jnp.mean(values, axis=0) - pessimism * jnp.std(values, axis=0)
 
 

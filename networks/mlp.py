@@ -1,6 +1,7 @@
 """Multi-layer perceptrons, alone and as an ensemble of critics."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ class EnsembleCritic(nn.Module):
 
     @nn.compact
     def __call__(self, observations: Array, actions: Array) -> Array:
-        ensemble = nn.vmap(MLP, variable_axes={'params': 0}, split_rngs={'params': True}, in_axes=None, axis_size=self.num_critics)
+        over_members: Any = nn.vmap  # its annotation leaves out that in_axes may be None
+        ensemble = over_members(MLP, variable_axes={'params': 0}, split_rngs={'params': True}, in_axes=None, axis_size=self.num_critics)
         values = ensemble(self.hidden_sizes, 1, self.layer_norm)(jnp.concatenate([observations, actions], axis=-1))
         return values[..., 0]

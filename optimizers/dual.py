@@ -77,7 +77,9 @@ def project_log_dual(
     maximum: Array,
     bias_correction: bool = False,
 ) -> tuple[DualState, dict[str, Array]]:
-    """One multiplicative step: log multiplier <- project(log multiplier + step_size * (average / budget - 1)). Ours; free of the budget's scale.
+    """One multiplicative step: log multiplier <- project(log multiplier + step_size * (average / budget - 1)).
+
+    Ours; free of the budget's scale.
 
     Arguments and result as for `update_dual`; `minimum` must be > 0.
     """

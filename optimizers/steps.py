@@ -1,4 +1,4 @@
-"""Gradient steps that agents share. Optimizers are rebuilt from `state.hyper` at every update, so that learning rates can be swept under vmap."""
+"""Gradient steps that agents share. Optimizers are rebuilt from `state.hyper` at every update, so that rates can be swept under vmap."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def global_norms(grads: dict[str, Any]) -> dict[str, Array]:
 
 
 def clip_gradients(grads: dict[str, Any], max_norm: Array, clip: str) -> dict[str, Any]:
-    """Scales gradients down to a global L2 norm of `max_norm`: all together ('joint', as published for QAM) or each network alone ('per_net').
+    """Scales gradients down to an L2 norm of `max_norm`: all together ('joint', as published for QAM) or each network alone ('per_net').
 
     Under 'joint' a spike in one network's loss shrinks every other network's gradient of that step to nothing.
     """

@@ -107,7 +107,7 @@ def grid(name: str) -> dict[str, tuple[float, ...]]:
 
 def inits() -> dict[str, str]:
     """{NAME: RUN} of every --init.NAME=RUN."""
-    return {flag.removeprefix('init.'): flags.FLAGS[flag].value for flag in flags.FLAGS if flag.startswith('init.')}
+    return {flag.removeprefix('init.'): str(flags.FLAGS[flag].value) for flag in flags.FLAGS if flag.startswith('init.')}
 
 
 def parse(flag: str, text: str, default: Any) -> Any:

@@ -46,7 +46,8 @@ def main(argv: list[str]) -> None:
     print(f'{metric}: IQM [95% interval], worst seed; difference to {first!r} is paired by seed')
     for label, (seeds, scores) in found.items():
         summary = statistics.summarise(scores)
-        text = f'{label:<32} {summary["iqm"]:.3f} [{summary["ci95"][0]:.3f}, {summary["ci95"][1]:.3f}]  worst {summary["min"]:.3f}  n {len(seeds)}'
+        low, high = summary['ci95']
+        text = f'{label:<32} {summary["iqm"]:.3f} [{low:.3f}, {high:.3f}]  worst {summary["min"]:.3f}  n {len(seeds)}'
         if label != first and seeds == first_seeds and len(seeds) > 1:
             low, high = statistics.paired_bootstrap_interval(scores, first_scores)
             better = statistics.probability_of_improvement(scores, first_scores)

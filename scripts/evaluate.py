@@ -59,9 +59,8 @@ def main(argv: list[str]) -> None:
             chosen = values[np.asarray(team.settings) == setting]
             summary = statistics.summarise(chosen)
             result['eval'].setdefault(name, {})[setting] = {'per_seed': chosen.tolist(), **summary}
-            print(
-                f'{name:<10} {setting:<20} {summary["iqm"]:.3f} [{summary["ci95"][0]:.3f}, {summary["ci95"][1]:.3f}]  worst {summary["min"]:.3f}'
-            )
+            low, high = summary['ci95']
+            print(f'{name:<10} {setting:<20} {summary["iqm"]:.3f} [{low:.3f}, {high:.3f}]  worst {summary["min"]:.3f}')
     path = Path(RUN.value.partition('@')[0])
     folder.write_json(Path(OUT.value) if OUT.value else path / 'evaluation.json', result)
     if VIDEO.value:

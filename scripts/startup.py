@@ -53,7 +53,8 @@ def load_named(kind: str, argv: list[str], ending: str) -> ModuleType:
         near = difflib.get_close_matches(argv[1], known, n=1)
         raise ValueError(f'{kind} has no {argv[1]!r}: ' + (f'did you mean {near[0]}?' if near else f'it has {", ".join(known)}'))
     spec = importlib.util.spec_from_file_location(f'{kind}_{argv[1]}', files[argv[1]])
-    assert spec and spec.loader
+    if spec is None or spec.loader is None:
+        raise ValueError(f'cannot read {files[argv[1]]}')
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -43,6 +43,11 @@ class DeviceAsHost:
         self._state = None
 
 
+def _choose(where: np.ndarray, new: Any, old: Any) -> Any:
+    """Leaf by leaf, on the host: `new` where `where`, else `old`; `where` has the leading axes of every leaf."""
+    return jax.tree.map(lambda a, b: np.where(where.reshape(where.shape + (1,) * (np.ndim(a) - where.ndim)), a, b), new, old)
+
+
 class Actor:
     """Runs one policy for R members in a block of R * E host environments. Keeps time steps and memories between blocks."""
 
@@ -54,9 +59,6 @@ class Actor:
         self._plan = jax.jit(jax.vmap(lambda state, memory, timestep, key: policy.plan(state, memory, timestep, key, mode)))
         self._observe = jax.jit(
             jax.vmap(lambda state, memory, timestep, where: select(where, policy.observe(state, memory, timestep), memory))
-        )
-        self._keep = jax.jit(
-            lambda where, new, old: jax.tree.map(lambda a, b: jnp.where(where.reshape(where.shape + (1,) * (a.ndim - 2)), a, b), new, old)
         )
         self._split = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(0, None)))
         self.timestep: Any = None
@@ -83,14 +85,11 @@ class Actor:
             plan, memory = self._plan(state, self.memory, timestep, self._split(keys, attempt))
             mask = asking.reshape(self.shape)
             new = (np.asarray(plan.actions), np.asarray(plan.length), jax.tree.map(np.asarray, dict(plan.extras)))
-            self.memory = memory if attempt == 0 and mask.all() else self._keep(mask, memory, self.memory)
+            self.memory = memory if attempt == 0 and mask.all() else _choose(mask, memory, self.memory)
             if actions is None:
                 actions, lengths, extras = new
             else:
-                keep = jax.tree.map(
-                    lambda a, b: np.where(mask.reshape(mask.shape + (1,) * (a.ndim - 2)), a, b), new, (actions, lengths, extras)
-                )
-                actions, lengths, extras = keep
+                actions, lengths, extras = _choose(mask, new, (actions, lengths, extras))
             asking = live & (lengths.reshape(-1) == 0)
             if not asking.any():
                 break
@@ -125,9 +124,7 @@ class Actor:
             if reset_seeds is not None and ended.any():
                 observation = self.env.reset(reset_seeds(ended), ended)
             stepped = TimeStep(observation, step.rewards, step.masks, step.truncations, ended, actions[:, index], step.observations)
-            self.timestep = jax.tree.map(
-                lambda new, old, a=active: np.where(a.reshape(a.shape + (1,) * (new.ndim - 1)), new, old), stepped, self.timestep
-            )
+            self.timestep = _choose(active, stepped, self.timestep)
             waiting = waiting | ended
             yield record
 
@@ -136,14 +133,13 @@ class Actor:
         zeros = np.zeros(active.shape, np.float32)
         rewards, masks, truncations = (zeros, zeros + 1, zeros) if step is None else (step.rewards, step.masks, step.truncations)
         arrived = timestep.observation if step is None else step.observations
-        pick = lambda new, old: np.where(active.reshape(active.shape + (1,) * (new.ndim - 1)), new, old)  # noqa: E731
         return {
             'observations': timestep.observation,
             'actions': actions,
-            'rewards': pick(rewards, zeros).astype(np.float32),
-            'masks': pick(masks, zeros + 1).astype(np.float32),
-            'truncations': pick(truncations, zeros).astype(np.float32),
-            'next_observations': jax.tree.map(pick, arrived, timestep.observation),
+            'rewards': _choose(active, rewards, zeros).astype(np.float32),
+            'masks': _choose(active, masks, zeros + 1).astype(np.float32),
+            'truncations': _choose(active, truncations, zeros).astype(np.float32),
+            'next_observations': _choose(active, arrived, timestep.observation),
             'valid': active.astype(np.float32),
             'first': np.asarray(timestep.first, np.float32),
             'extras': extras,

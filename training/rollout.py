@@ -108,7 +108,8 @@ def rollout(env: DeviceEnv, policy: Policy, source: str, length: int, mode: str)
             carry, steps = jax.lax.scan(control_step, carry, (jnp.arange(policy.horizon), *time_major))
             return (*carry[:4], blocks + 1), steps
 
-        carry, steps = jax.lax.scan(block, tuple(rollout_state), None, length // policy.horizon)
+        carry: Any = tuple(rollout_state)
+        carry, steps = jax.lax.scan(block, carry, None, length // policy.horizon)
         steps = jax.tree.map(lambda leaf: jnp.moveaxis(leaf.reshape(length, *leaf.shape[2:]), 0, 1), steps)
         return RolloutState(*carry), steps
 

@@ -23,27 +23,27 @@ def named(key: Array, name: str) -> Array:
     return jax.random.fold_in(key, int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], 'big'))
 
 
-def update_key(seed_key: Array, phase: str, counter: Array) -> Array:
+def update_key(seed_key: Array, phase: str, counter: Array | int) -> Array:
     """Key of one update. `counter` counts the main updates of the whole run, so a second stage repeats nothing."""
     return jax.random.fold_in(named(stream(seed_key, UPDATE), phase), counter)
 
 
-def data_key(seed_key: Array, phase: str, need: str, counter: Array) -> Array:
+def data_key(seed_key: Array, phase: str, need: str, counter: Array | int) -> Array:
     """Key of one batch."""
     return jax.random.fold_in(named(named(stream(seed_key, DATA), phase), need), counter)
 
 
-def action_key(seed_key: Array, source: str, block: Array) -> Array:
+def action_key(seed_key: Array, source: str, block: Array | int) -> Array:
     """Key of the plan of one block of control steps in an environment."""
     return jax.random.fold_in(named(named(stream(seed_key, ROLLOUT), source), 'act'), block)
 
 
-def reset_key(seed_key: Array, source: str, slot: Array, episode: Array) -> Array:
+def reset_key(seed_key: Array, source: str, slot: Array | int, episode: Array | int) -> Array:
     """Key that starts episode n of slot e."""
     return jax.random.fold_in(jax.random.fold_in(named(named(stream(seed_key, ROLLOUT), source), 'reset'), slot), episode)
 
 
-def eval_key(seed_key: Array, counter: Array, mode: str, block: Array) -> Array:
+def eval_key(seed_key: Array, counter: Array | int, mode: str, block: Array | int) -> Array:
     """Key of the plan of one block of an evaluation after `counter` updates."""
     return jax.random.fold_in(jax.random.fold_in(named(stream(seed_key, EVAL), mode), counter), block)
 

@@ -356,7 +356,8 @@ class _Run:
                 raise
 
     def _restore(self, cursor: _Cursor) -> _Cursor:
-        assert self.checkpoints and self.logger
+        assert self.checkpoints is not None
+        assert self.logger is not None
         if not self.checkpoints.steps():
             self.logger.resume(-1)
             self.announce('no checkpoint was written before the run ended: starting it again')

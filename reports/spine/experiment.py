@@ -88,7 +88,9 @@ class Cells:
         self.out.mkdir(parents=True, exist_ok=True)
         subprocess.run(command, check=True)
 
-    def _train(self, name: str, task: int, overrides: dict, updates: int, path: Path, prepare: Any, grid: dict, **control: Any) -> Any:
+    def _train(
+        self, name: str, task: int, overrides: dict, updates: int, path: Path, prepare: Any, grid: dict, eval_interval: int = 0
+    ) -> Any:
         """One compiled program; a finished one is only read."""
         if (path / 'summary.json').exists():
             return None
@@ -100,7 +102,7 @@ class Cells:
         interval = max(updates // 4, 1)
         control = Control(
             log_interval=max(updates // 40, 1),
-            eval_interval=control.get('eval_interval', interval),
+            eval_interval=eval_interval or interval,
             eval_episodes=self.settings['episodes'],
             checkpoint_interval=interval,
             num_workers=self.workers,
@@ -151,6 +153,7 @@ class Cells:
                     run_of.agent.policy, self.env_name.format(task), len(run_of.members.seeds), self.settings['episodes'], self.workers
                 )
                 episodes = evaluator(run_of.state, members.seed_keys(run_of.members), run_of.counter, mode)
+                assert episodes is not None
                 means = member_scores(episodes, np.zeros(len(run_of.members.seeds), bool), evaluator.env.spec.horizon)
                 evaluator.close()
                 for setting in dict.fromkeys(run_of.members.settings):
