@@ -195,7 +195,7 @@ def make_with_temperature(config: BaseConfig, spec, temperature: Temperature) ->
             rates = state.hyper['learning_rate'], state.hyper['max_grad_norm']
             updates, opt_state, norms = adam_step(grads, state.opt_state, *rates, clip=config.clip)
             updates, state = transform(updates, state)
-            params = optax.apply_updates(state.params, updates)
+            params: Any = optax.apply_updates(state.params, updates)
 
             followed = state.params if config.stale_targets else params
             averaged = {name: followed[name] for name in state.target_params if name in followed}

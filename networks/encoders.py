@@ -30,12 +30,14 @@ def observation_encoder(spec, normalize: bool, octaves: int) -> tuple[Callable[[
     if normalize and spec.statistics is None:
         raise ValueError('normalize_observations needs the statistics of a dataset: pass --dataset, or switch it off')
     size = spec.observations.shape[0]
-    mean = np.asarray(spec.statistics.mean if normalize else np.zeros(size), np.float32)
-    std = np.maximum(np.asarray(spec.statistics.std if normalize else np.ones(size), np.float32), np.float32(STD_FLOOR))
+    mean, std = (spec.statistics.mean, spec.statistics.std) if normalize else (0.0, 1.0)
 
     def encode(observations: Array) -> Array:
-        leading = (1,) * (observations.ndim - 1)
-        scaled = (observations - mean.reshape(*leading, size)) / std.reshape(*leading, size)
+        scaled = observations
+        if normalize:
+            row = (1,) * (observations.ndim - 1) + (size,)
+            floored = np.maximum(np.asarray(std, np.float32), np.float32(STD_FLOOR)).reshape(row)
+            scaled = (observations - np.asarray(mean, np.float32).reshape(row)) / floored
         waves = [wave(LOWEST_FREQUENCY * 2.0**k * scaled) for k in range(octaves) for wave in (jnp.sin, jnp.cos)]
         return jnp.concatenate([scaled, *waves], axis=-1)
 

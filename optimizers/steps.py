@@ -10,8 +10,8 @@ from jax import Array
 
 def global_norms(grads: dict[str, Any]) -> dict[str, Array]:
     """L2 norm of each top-level entry ('grad/norm_NAME') and of all together ('grad/norm')."""
-    norms = {f'grad/norm_{name}': optax.global_norm(entry) for name, entry in grads.items()}
-    return {**norms, 'grad/norm': optax.global_norm(grads)}
+    norms = {f'grad/norm_{name}': optax.tree.norm(entry) for name, entry in grads.items()}
+    return {**norms, 'grad/norm': optax.tree.norm(grads)}
 
 
 def clip_gradients(grads: dict[str, Any], max_norm: Array, clip: str) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def clip_gradients(grads: dict[str, Any], max_norm: Array, clip: str) -> dict[st
     """
 
     def scale(entry):
-        norm = optax.global_norm(entry)
+        norm = optax.tree.norm(entry)
         factor = jnp.where(norm > max_norm, max_norm / jnp.where(norm > 0, norm, 1.0), 1.0)
         return jax.tree.map(lambda leaf: leaf * factor, entry)
 

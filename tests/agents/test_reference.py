@@ -1,0 +1,89 @@
+"""Loss values and one whole update of QAM and TRQAM against tests/agents/reference.py, with the same noises and parameters."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import agents
+from envs.types import ArraySpec, Spec
+
+_spec = importlib.util.spec_from_file_location('reference', Path(__file__).with_name('reference.py'))
+reference = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reference)
+
+BATCH, CHUNK, STEPS, ACTIONS = 6, 2, 4, 2
+SPEC = Spec(ArraySpec((3,)), ArraySpec((ACTIONS,), -1, 1), 100)
+SIZES = {'hidden_sizes': (16, 16), 'critic_hidden_sizes': (16, 16), 'horizon_length': CHUNK, 'flow_steps': STEPS, 'batch_size': BATCH}
+
+
+def inputs(seed):
+    random = np.random.default_rng(seed)
+    batch = {
+        'observations': random.normal(size=(BATCH, CHUNK, 3)),
+        'next_observations': random.normal(size=(BATCH, CHUNK, 3)),
+        'actions': random.uniform(-1, 1, (BATCH, CHUNK, ACTIONS)),
+        'rewards': random.normal(size=(BATCH, CHUNK)),
+        'masks': np.array([[1, 1], [1, 0], [0, 1], [1, 1], [1, 1], [1, 1.0]]),
+        'valid': np.array([[1, 1], [1, 1], [1, 1], [1, 0], [1, 1], [1, 1.0]]),
+    }
+    size = CHUNK * ACTIONS
+    noises = {
+        'next_actions': random.normal(size=(1, BATCH, size)),
+        'clone': random.normal(size=(BATCH, size)),
+        'times': random.uniform(size=(BATCH, 1)),
+        'path': random.normal(size=(BATCH, size)),
+        'path_steps': random.normal(size=(STEPS - 1, BATCH, size)),
+    }
+    return batch, noises
+
+
+def doubled(tree):
+    return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), jnp.float64), tree)
+
+
+@pytest.mark.parametrize(('name', 'num_critics'), [('qam', 2), ('trqam', 10)])
+def test_one_update_equals_the_reference(name, num_critics):
+    agent = agents.make(name, SPEC, num_critics=num_critics, **SIZES)
+    state = agent.init(jax.random.key(3), {key: jnp.float32(value) for key, value in agent.hyper.items()})
+    # targets that differ from the parameters, so that a mix-up shows
+    state = state._replace(target_params=jax.tree.map(lambda leaf: leaf * 1.1 + 0.01, state.target_params))
+    batch, noises = inputs(seed=num_critics)
+    single = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), {'data': batch, 'noises': noises})
+    new, metrics = jax.jit(agent.phases['train'].update)(state, single, 0, jax.random.key(0))
+
+    hyper = {key: float(value) for key, value in agent.hyper.items()}
+    scale, regularisation = (hyper['inverse_temperature'], 1.0) if name == 'qam' else (1.0, 3.0)
+    setting = {**hyper, 'flow_steps': STEPS, 'horizon_length': CHUNK, 'adjoint_scale': scale, 'lambda': regularisation}
+    with jax.enable_x64(True), jax.numpy_rank_promotion('allow'):
+        expected, targets, terms = reference.update(
+            state._replace(params=doubled(state.params), target_params=doubled(state.target_params)),
+            doubled(batch),
+            doubled(noises),
+            setting,
+        )
+        expected, targets, terms = jax.device_get((expected, targets, terms))
+    named = {
+        'critic': 'critic/loss',
+        'clone': 'actor/clone_loss',
+        'matching': 'actor/matching_loss',
+        'kl': 'actor/path_kl',
+        'norm': 'grad/norm',
+    }
+    for term, metric in named.items():
+        np.testing.assert_allclose(float(metrics[metric]), float(terms[term]), rtol=2e-5, err_msg=term)
+    # Adam's first step is the sign of the gradient, which float32 can miss where a gradient is nearly 0: compare all but such entries
+    for ours, theirs, old in zip(jax.tree.leaves(new.params), jax.tree.leaves(expected), jax.tree.leaves(state.params), strict=True):
+        wrong = np.abs(np.asarray(ours) - theirs) > 2e-6
+        assert wrong.mean() < 0.005
+        assert (np.abs(np.asarray(ours) - np.asarray(old)) > 0).mean() > 0.9
+    for ours, theirs in zip(jax.tree.leaves(new.target_params), jax.tree.leaves(targets), strict=True):
+        np.testing.assert_allclose(np.asarray(ours), theirs, rtol=1e-5, atol=3e-6)
+    if name == 'trqam':
+        kl, budget = float(terms['kl']), hyper['kl_budget']
+        average = 0.1 * min(kl, 2 * budget)
+        np.testing.assert_allclose(float(new.temperature.multiplier), 1 + 0.01 * (average - budget), rtol=1e-6)
+        np.testing.assert_allclose(float(metrics['dual/kl_average']), average, rtol=1e-5)
