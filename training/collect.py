@@ -22,6 +22,7 @@ class Collector:
         self._actors: dict[str, Actor] = {}
         self._timestep: Any = None
         self._memory: Any = None
+        self._seen = np.zeros(env.num_envs, bool)
         self._action_keys = jax.jit(jax.vmap(lambda key, block: streams.action_key(key, source, block), in_axes=(0, None)))
 
         def reset_seed(key, slot, episode):
@@ -42,7 +43,7 @@ class Collector:
         if self._timestep is None:
             actor.start(state, self._seeds(keys))
         else:
-            actor.timestep, actor.memory = self._timestep, self._memory
+            actor.timestep, actor.memory, actor.seen = self._timestep, self._memory, self._seen
         return actor
 
     def collect(self, state: Any, keys: Any, length: int, mode: str) -> dict[str, Any]:
@@ -60,7 +61,7 @@ class Collector:
                 record.pop('metrics')
                 records.append(record)
             self._blocks = self._blocks + np.int32(1)
-        self._timestep, self._memory = actor.timestep, actor.memory
+        self._timestep, self._memory, self._seen = actor.timestep, actor.memory, actor.seen
         shape = (self._num_members, self._num_envs)
         return jax.tree.map(lambda *leaves: np.stack(leaves, axis=1).reshape(*shape, length, *leaves[0].shape[1:]), *records)
 
@@ -70,6 +71,7 @@ class Collector:
             'env': self._env.get_state(),
             'timestep': self._timestep,
             'memory': jax.tree.map(np.asarray, self._memory),
+            'seen': self._seen,
             'episodes': self._episodes,
             'blocks': self._blocks,
         }
@@ -85,4 +87,5 @@ class Collector:
         """Continues from `get_state`, bit for bit."""
         self._env.set_state(jax.tree.map(np.asarray, saved['env']))
         self._timestep, self._memory = jax.tree.map(np.asarray, saved['timestep']), saved['memory']
+        self._seen = np.asarray(saved['seen'])
         self._episodes, self._blocks = np.asarray(saved['episodes']), np.asarray(saved['blocks'])

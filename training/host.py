@@ -63,19 +63,23 @@ class Actor:
         self._split = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(0, None)))
         self.timestep: Any = None
         self.memory: Any = None
+        self.seen = np.zeros(env.num_envs, bool)  # slots whose time step the policy has observed
 
     def start(self, state: Any, seeds: np.ndarray) -> None:
         """Resets every slot; seeds int64 [R * E]."""
         observation = self.env.reset(seeds, np.ones(self.env.num_envs, bool))
         self.timestep = jax.tree.map(np.asarray, first_timestep(observation, self.env.spec.actions.shape))
         self.memory = jax.vmap(lambda state: self.policy.init(state, self.shape[1]))(state)
+        self.seen = np.zeros(self.env.num_envs, bool)
 
     def _by_member(self, tree: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.reshape(*self.shape, *leaf.shape[1:]), tree)
 
     def _observed(self, state: Any, where: np.ndarray) -> None:
-        if jax.tree.leaves(self.memory):
+        where = where & ~self.seen
+        if jax.tree.leaves(self.memory) and where.any():
             self.memory = self._observe(state, self.memory, self._by_member(self.timestep), where.reshape(self.shape))
+        self.seen = self.seen | where
 
     def _planned(self, state: Any, keys: Any, live: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict]:
         """Plans for all slots as numpy; live slots that got length 0 are asked again, at most MAX_REPLANS times."""
@@ -115,8 +119,7 @@ class Actor:
                     return
                 yield self._record(actions[:, index], jax.tree.map(lambda leaf, i=index: leaf[:, i], extras), active, None)
                 continue
-            if index > 0:
-                self._observed(state, active)
+            self._observed(state, active)
             step = self.env.step(actions[:, index], active)
             record = self._record(actions[:, index], jax.tree.map(lambda leaf, i=index: leaf[:, i], extras), active, step)
             ended = active & ((step.masks < 0.5) | (step.truncations > 0.5))
@@ -125,6 +128,7 @@ class Actor:
                 observation = self.env.reset(reset_seeds(ended), ended)
             stepped = TimeStep(observation, step.rewards, step.masks, step.truncations, ended, actions[:, index], step.observations)
             self.timestep = _choose(active, stepped, self.timestep)
+            self.seen = self.seen & ~active
             waiting = waiting | ended
             yield record
 

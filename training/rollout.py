@@ -22,6 +22,7 @@ class RolloutState(NamedTuple):
     env: Any  # EnvState, leaves [E, ...]
     timestep: TimeStep
     memory: Any
+    seen: Array  # bool [E], whether the policy has observed this time step
     episodes: Array  # int32 [E], episodes begun before the current one
     blocks: Array  # int32 [], plans made so far
 
@@ -43,7 +44,7 @@ def start(env: DeviceEnv, policy: Policy, state: Any, seed_key: Array, source: s
     episodes = jnp.zeros(num_envs, jnp.int32)
     env_state = _reset(env, seed_key, source, episodes)
     timestep = first_timestep(env_state.observation, env.spec.actions.shape)
-    return RolloutState(env_state, timestep, policy.init(state, num_envs), episodes, jnp.zeros((), jnp.int32))
+    return RolloutState(env_state, timestep, policy.init(state, num_envs), episodes < 0, episodes, jnp.zeros((), jnp.int32))
 
 
 def _reset(env: DeviceEnv, seed_key: Array, source: str, episodes: Array) -> Any:
@@ -64,11 +65,10 @@ def rollout(env: DeviceEnv, policy: Policy, source: str, length: int, mode: str)
 
     def act(state: Any, rollout_state: RolloutState, seed_key: Array) -> tuple[RolloutState, dict]:
         def control_step(carry, inputs):
-            env_state, timestep, memory, episodes, waiting, planned = carry
+            env_state, timestep, memory, seen, episodes, waiting, planned = carry
             index, action, extras = inputs
             active = (index < planned) & ~waiting
-            observed = policy.observe(state, memory, timestep)
-            memory = select(active & (index > 0), observed, memory)  # the step of the plan itself was observed before planning
+            memory = select(active & ~seen, policy.observe(state, memory, timestep), memory)
 
             stepped = jax.vmap(env.step)(env_state, action)
             ended = (stepped.mask < 0.5) | (stepped.truncation > 0.5)
@@ -96,17 +96,17 @@ def rollout(env: DeviceEnv, policy: Policy, source: str, length: int, mode: str)
             env_state = select(active, select(ended, fresh, stepped), env_state)
             timestep = select(active, new_timestep, timestep)
             episodes = jnp.where(active & ended, episodes + 1, episodes)
-            return (env_state, timestep, memory, episodes, waiting | (active & ended), planned), record
+            return (env_state, timestep, memory, seen & ~active, episodes, waiting | (active & ended), planned), record
 
         def block(carry, _):
-            env_state, timestep, memory, episodes, blocks = carry
-            memory = policy.observe(state, memory, timestep)
+            env_state, timestep, memory, seen, episodes, blocks = carry
+            memory = select(~seen, policy.observe(state, memory, timestep), memory)  # not again after an idle block
             plan, memory = policy.plan(state, memory, timestep, streams.action_key(seed_key, source, blocks), mode)
             time_major = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 1, 0), (plan.actions, dict(plan.extras)))
             waiting = jnp.zeros(plan.length.shape, bool)
-            carry = (env_state, timestep, memory, episodes, waiting, plan.length)
+            carry = (env_state, timestep, memory, jnp.ones_like(seen), episodes, waiting, plan.length)
             carry, steps = jax.lax.scan(control_step, carry, (jnp.arange(policy.horizon), *time_major))
-            return (*carry[:4], blocks + 1), steps
+            return (*carry[:5], blocks + 1), steps
 
         carry: Any = tuple(rollout_state)
         carry, steps = jax.lax.scan(block, carry, None, length // policy.horizon)

@@ -93,7 +93,7 @@ class Cells:
     ) -> Any:
         """One compiled program; a finished one is only read."""
         if (path / 'summary.json').exists():
-            return None
+            return
         env_name = self.env_name.format(task)
         made = runs.make_task(env_name, self.data)
         agent = agents.make(name, made.spec, **overrides)
@@ -108,7 +108,7 @@ class Cells:
             num_workers=self.workers,
         )
         prepare_states = None if prepare is None else runs.adopter(agent, 'bc', prepare)
-        return fit(
+        result = fit(
             agent,
             made.dataset,
             updates,
@@ -121,6 +121,8 @@ class Cells:
             config=config,
             resume=True,
         )
+        if result.stopped:
+            raise SystemExit('stopped; the same command goes on')
 
     def clones(self) -> None:
         """The clone does not know the task: one run serves all five. Its floor is looked at on task 1, its score on each."""
