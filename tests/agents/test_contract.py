@@ -72,7 +72,7 @@ def test_update_keeps_shapes_and_changes_parameters(built, name):
     for network in state.params:
         assert any(
             (np.asarray(a) != np.asarray(b)).any()
-            for a, b in zip(jax.tree.leaves(new.params[network]), jax.tree.leaves(state.params[network]))
+            for a, b in zip(jax.tree.leaves(new.params[network]), jax.tree.leaves(state.params[network]), strict=True)
         )
 
 

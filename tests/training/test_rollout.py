@@ -1,5 +1,7 @@
 """The action queue on the device and on the host."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,7 +65,7 @@ def test_transitions_follow_the_dynamics(acted):
     np.testing.assert_allclose(steps['next_observations'][valid], moved[valid], atol=1e-6)
     for env in range(NUM_ENVS):
         rows = np.flatnonzero(valid[env])
-        for row, after in zip(rows[:-1], rows[1:], strict=True):
+        for row, after in itertools.pairwise(rows):
             ended = steps['masks'][env, row] < 0.5 or steps['truncations'][env, row] > 0.5
             same = np.allclose(steps['next_observations'][env, row], steps['observations'][env, after])
             assert same != ended

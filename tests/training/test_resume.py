@@ -1,0 +1,131 @@
+"""kill -9 at random moments: a resumed run equals one that was never interrupted, bit for bit."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from training import logger
+from training.checkpoints import Checkpoints, _read_arrays, _read_descriptions
+
+SCRIPT = Path(__file__).with_name('resume_script.py')
+UPDATES = {'offline': 400, 'device': 120, 'host': 60}
+
+
+@pytest.fixture(scope='module')
+def start(tmp_path_factory):
+    """Starts the script; all share one compilation cache."""
+    cache = tmp_path_factory.mktemp('cache')
+
+    def run(kind, out, updates):
+        environment = {**os.environ, 'JAX_COMPILATION_CACHE_DIR': str(cache)}
+        return subprocess.Popen(
+            [sys.executable, str(SCRIPT), kind, str(out), str(updates)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return run
+
+
+@pytest.fixture(scope='module')
+def whole(start, tmp_path_factory):
+    """kind -> folder of an uninterrupted run."""
+    folders = {kind: tmp_path_factory.mktemp(kind) / 'run' for kind in UPDATES}
+
+    def run(kind):
+        if not folders[kind].exists():
+            finish(start(kind, folders[kind], UPDATES[kind]))
+        return folders[kind]
+
+    return run
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+def arrays_of(folder):
+    checkpoints = Checkpoints(folder / 'checkpoints')
+    step = checkpoints.latest_verified()
+    assert step is not None
+    stored, meta = _read_descriptions(checkpoints.path(step))
+    return step, _read_arrays(checkpoints.path(step), stored), meta
+
+
+def assert_equal_runs(ours, theirs):
+    (step, arrays, meta), (other_step, others, other_meta) = arrays_of(ours), arrays_of(theirs)
+    assert step == other_step
+    assert arrays.keys() == others.keys()
+    for name, values in arrays.items():
+        np.testing.assert_array_equal(values, others[name], err_msg=name)
+    assert meta['last_scores'] == other_meta['last_scores']
+    rows, other_rows = logger.read(ours), logger.read(theirs)
+    assert rows.keys() == other_rows.keys()
+    for name, values in rows.items():
+        np.testing.assert_array_equal(values, other_rows[name], err_msg=name)
+
+
+def kill_and_resume(start, folder, kind, kills, seed):
+    """Kills at random moments after the first checkpoint is due, then lets the run end."""
+    moments = random.Random(seed)
+    for _ in range(kills):
+        process = start(kind, folder, UPDATES[kind])
+        deadline = time.monotonic() + 120
+        while not (folder / 'metrics.csv').exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(moments.uniform(0, 2))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    return finish(start(kind, folder, UPDATES[kind]))
+
+
+@pytest.mark.parametrize('kind', list(UPDATES))
+def test_two_kills(start, whole, tmp_path, kind):
+    kill_and_resume(start, tmp_path / 'run', kind, kills=2, seed=len(kind))
+    assert_equal_runs(tmp_path / 'run', whole(kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', list(UPDATES))
+@pytest.mark.timeout(3000)
+def test_many_kills(start, whole, tmp_path, kind):
+    """17 + 17 + 16 kills."""
+    kill_and_resume(start, tmp_path / 'run', kind, kills={'offline': 17, 'device': 17, 'host': 16}[kind], seed=0)
+    assert_equal_runs(tmp_path / 'run', whole(kind))
+
+
+def test_a_longer_run_is_an_extended_one(start, whole, tmp_path):
+    finish(start('offline', tmp_path / 'run', 200))
+    finish(start('offline', tmp_path / 'run', UPDATES['offline']))
+    step, arrays, _ = arrays_of(tmp_path / 'run')
+    whole_step, others, _ = arrays_of(whole('offline'))
+    assert step == whole_step
+    for name, values in arrays.items():
+        np.testing.assert_array_equal(values, others[name], err_msg=name)
+
+
+def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(start, whole, tmp_path):
+    folder = tmp_path / 'run'
+    process = start('offline', folder, UPDATES['offline'])
+    while len(list((folder / 'checkpoints').glob('step_*'))) < 2 and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert 'continue with --resume' in finish(process)
+    newest = sorted((folder / 'checkpoints').glob('step_*'))[-1]
+    victim = max((path for path in newest.rglob('*') if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(bytes(content))
+    assert 'passing over checkpoint' in finish(start('offline', folder, UPDATES['offline']))
+    assert_equal_runs(folder, whole('offline'))
