@@ -1,5 +1,6 @@
 """Settings of every test: two CPU devices, no silent broadcasting, compiled programs kept between runs."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -12,9 +13,25 @@ os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.5')
 
 import hypothesis
 import jax
+import pytest
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 # The first example compiles; CI must not depend on luck.
 hypothesis.settings.register_profile('tether', deadline=None, derandomize='CI' in os.environ)
 hypothesis.settings.load_profile('tether')
+
+
+@pytest.fixture(scope='session')
+def helper():
+    """helper('folder/file.py'): a module beside the tests, which are no package."""
+
+    def load(path):
+        spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parent / path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load

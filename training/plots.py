@@ -18,6 +18,9 @@ PANELS = (
 )
 
 
+MAX_PANELS = 4  # the first of those above that the runs have
+
+
 def curve(run: str | Path, out: str | Path | None = None) -> Path:
     """Draws the curves of one run into its curve.png (or `out`): mean over seeds, band from the worst to the best seed."""
     return compare([run], out or Path(run) / 'curve.png')
@@ -34,6 +37,7 @@ def compare(run_folders: Sequence[str | Path], out: str | Path) -> Path:
     panels = [(name, label) for name, label in PANELS if any(_points(table, name) is not None for table in tables.values())]
     if any(name == 'eval/success' for name, _ in panels):
         panels = [panel for panel in panels if panel[0] != 'eval/return']
+    panels = panels[:MAX_PANELS]
     figure, axes = plt.subplots(1, max(len(panels), 1), figsize=(4.2 * max(len(panels), 1), 3.4), squeeze=False, layout='constrained')
     for axis, (name, label) in zip(axes[0], panels, strict=False):
         for run, table in tables.items():

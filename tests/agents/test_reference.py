@@ -1,8 +1,5 @@
 """Loss values and one whole update of QAM and TRQAM against tests/agents/reference.py, with the same noises and parameters."""
 
-import importlib.util
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +7,6 @@ import pytest
 
 import agents
 from envs.types import ArraySpec, Spec
-
-_spec = importlib.util.spec_from_file_location('reference', Path(__file__).with_name('reference.py'))
-reference = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(reference)
 
 BATCH, CHUNK, STEPS, ACTIONS = 6, 2, 4, 2
 SPEC = Spec(ArraySpec((3,)), ArraySpec((ACTIONS,), -1, 1), 100)
@@ -46,7 +39,8 @@ def doubled(tree):
 
 
 @pytest.mark.parametrize(('name', 'num_critics'), [('qam', 2), ('trqam', 10)])
-def test_one_update_equals_the_reference(name, num_critics):
+def test_one_update_equals_the_reference(helper, name, num_critics):
+    reference = helper('agents/reference.py')
     agent = agents.make(name, SPEC, num_critics=num_critics, **SIZES)
     state = agent.init(jax.random.key(3), {key: jnp.float32(value) for key, value in agent.hyper.items()})
     # targets that differ from the parameters, so that a mix-up shows

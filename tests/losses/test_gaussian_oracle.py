@@ -4,6 +4,8 @@ D(t) = (1-t)^2 + t^2 s^2; v_b(x, t) = (t s^2 - (1-t)) x / D(t); the tilted law i
 = s^2 c^2 / (2 lambda^2), and a budget eps gives lambda* = s |c| / sqrt(2 eps).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,7 +126,7 @@ def test_outside_the_box_nothing_is_pulled():
 def test_dual_loop_finds_the_budget(step):
     budget, num_steps = 0.5, 200
     energy = am.adjoint_energy(adjoints(num_steps, 'published'))
-    rates = {'decay': 0.9, 'clip': 2.0, 'minimum': 0.001, 'maximum': 100.0, 'step_size': 0.01}
+    rates: dict[str, Any] = {'decay': 0.9, 'clip': 2.0, 'minimum': 0.001, 'maximum': 100.0, 'step_size': 0.01}
 
     def body(dual, _):
         measured = energy / (2 * dual.multiplier**2)
@@ -162,7 +164,7 @@ def test_transpose_adjoint_is_the_transpose_of_the_simulation():
         for index in range(k, num_steps):
             times = jnp.full((3, 1), index / num_steps)
             if index < num_steps - 1:
-                variance = am.diffusion_squared(index / num_steps, step_size)
+                variance = am.diffusion_squared(jnp.float32(index / num_steps), step_size)
                 drift = 2 * field(state, times) - state / (index / num_steps + step_size)
                 state = state + step_size * drift + jnp.sqrt(step_size * variance) * noises[index]
             else:

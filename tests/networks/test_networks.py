@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,12 +33,12 @@ def test_ensemble_is_separate_perceptrons():
     critic = EnsembleCritic(3, (8, 8))
     observations, actions = jax.random.normal(jax.random.key(0), (5, 2)), jax.random.normal(jax.random.key(1), (5, 1))
     params = critic.init(jax.random.key(2), observations, actions)
-    values = critic.apply(params, observations, actions)
+    values: Any = critic.apply(params, observations, actions)
     assert values.shape == (3, 5)
     assert len({float(row[0]) for row in np.asarray(values)}) == 3
     (inner,) = params['params'].values()
     for member in range(3):
-        alone = MLP((8, 8), 1, True).apply(
+        alone: Any = MLP((8, 8), 1, True).apply(
             {'params': jax.tree.map(lambda leaf, m=member: leaf[m], inner)}, jnp.concatenate([observations, actions], -1)
         )
         np.testing.assert_allclose(values[member], alone[:, 0], rtol=1e-5, atol=1e-6)
@@ -55,4 +57,5 @@ def test_layer_norm_follows_the_activation():
 def test_velocity_keeps_one_action():
     field = VelocityField(1, (4,))
     args = jnp.zeros((7, 2)), jnp.zeros((7, 1)), jnp.zeros((7, 1))
-    assert field.apply(field.init(jax.random.key(0), *args), *args).shape == (7, 1)
+    velocities: Any = field.apply(field.init(jax.random.key(0), *args), *args)
+    assert velocities.shape == (7, 1)

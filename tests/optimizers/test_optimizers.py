@@ -1,5 +1,7 @@
 """Hand values of the dual steps, and gradient steps against optax."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 
 from optimizers import adam_init, adam_step, clip_gradients, global_norms, init_dual, move_towards, project_log_dual, update_dual
 
-RATES = {'decay': 0.9, 'clip': 2.0, 'minimum': 0.01, 'maximum': 100.0, 'step_size': 0.01}
+RATES: dict[str, Any] = {'decay': 0.9, 'clip': 2.0, 'minimum': 0.01, 'maximum': 100.0, 'step_size': 0.01}
 GRADS = {'a': {'w': jnp.array([3.0, 4.0])}, 'b': {'w': jnp.array([0.0, 12.0])}}  # norms 5, 12, together 13
 
 

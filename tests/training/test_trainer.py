@@ -1,5 +1,7 @@
 """The training loop: riders, counters, members, devices, divergence."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ from training import loop, members, runs, streams
 
 SPEC = Spec(ArraySpec((1,)), ArraySpec((1,), -1, 1), 20)
 TINY = {'hidden_sizes': (8,), 'batch_size': 8, 'horizon_length': 2, 'flow_steps': 2}
-QUIET = {'announce': lambda message: None}
+QUIET: dict[str, Any] = {'announce': lambda message: None}
 
 
 @pytest.fixture(scope='module')
@@ -139,7 +141,7 @@ def test_what_was_acted_is_counted_and_stored(two_stages):
     result, rows = two_stages
     fresh = sum(rows[update]['fresh/valid'] for update in range(2, 11))
     other = sum(np.nan_to_num(rows[update].get('collect/valid', np.zeros(2))) for update in range(1, 11))
-    assert result.summary['num_env_steps'] == (fresh + other).astype(int).tolist()
+    np.testing.assert_array_equal(result.summary['num_env_steps'], np.asarray(fresh + other))
     assert all(rows[update]['fresh/log_prob'][0] == rows[update]['fresh/valid'][0] for update in range(2, 11))
     assert all(rows[update]['target/valid'][0] == 16 for update in range(2, 11))
 
