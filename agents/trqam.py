@@ -21,6 +21,9 @@ from optimizers import init_dual, project_log_dual, update_dual
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(qam.BaseConfig):
+    """Defaults are those of TRQAM's public code."""
+
+    discount: float = sweepable(0.995, 'discount per control step', low=0, high=1)
     kl_budget: float = sweepable(1.0, 'radius of the path KL, nats per control step of the chunk', low=1e-6)
     dual_step_size: float = sweepable(0.01, 'step size of the dual variable', low=0)
     dual_init: float = sweepable(1.0, 'first value of the dual variable', low=1e-6)

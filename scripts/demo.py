@@ -35,7 +35,13 @@ SHARED = {
     'agent.normalize_observations': 'true',
     'agent.observation_octaves': 3,
 }
-CRITIC = {'agent.critic_hidden_sizes': '64,64', 'agent.num_critics': 2, 'agent.clip': 'per_net', 'agent.kl_budget': 1}
+CRITIC = {
+    'agent.discount': 0.99,
+    'agent.critic_hidden_sizes': '64,64',
+    'agent.num_critics': 2,
+    'agent.clip': 'per_net',
+    'agent.kl_budget': 1,
+}
 
 
 def commands(out: Path) -> list[tuple[Path, list[str]]]:

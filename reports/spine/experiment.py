@@ -131,7 +131,7 @@ class Cells:
         self._train('bc_flow', 1, self.config, self.updates, self.out / 'bc_continued', self.out / 'bc', {}, eval_interval=self.updates)
 
     def task(self, task: int) -> None:
-        critic = {'critic_hidden_sizes': self.config['hidden_sizes'], 'num_critics': 2, 'clip': 'per_net'}
+        critic = {'critic_hidden_sizes': self.config['hidden_sizes'], 'num_critics': 2, 'clip': 'per_net', 'discount': 0.99}
         for name, grid in GRIDS.items():
             self._train(name, task, {**self.config, **critic}, self.updates, self.out / f'task{task}' / name, self.out / 'bc', grid)
         control = {**self.config, **critic, 'kl_budget': 1e-6}
