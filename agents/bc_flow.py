@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from agents.fields import hyper, static, sweepable, validate
 from agents.types import Agent, Need, Phase, Plan, Policy
 from losses.flow_matching import flow_matching_loss, integrate_flow
 from networks import VelocityField, observation_encoder
-from optimizers import adam_init, adam_step
+from optimizers import adam_init, gradient_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,15 +101,11 @@ def make(config: Config, spec) -> Agent:
         value = flow_matching_loss(velocity, flat_chunks(batch), noises['clone'], noises['times'], batch['valid'][:, -1])
         return value, {'actor/clone_loss': value}
 
-    def build(loss, transform=lambda updates, state: (updates, state)):
+    def build(loss, transform=None):
         def update(state, batches, step, key):
             prepare_key, loss_key = jax.random.split(key)
             batches = prepare(state, batches, prepare_key)
-            (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params, state, batches, loss_key)
-            rates = state.hyper['learning_rate'], state.hyper['max_grad_norm']
-            updates, opt_state, norms = adam_step(grads, state.opt_state, *rates, clip='joint')
-            updates, state = transform(updates, state)
-            return state._replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state), {**metrics, **norms}
+            return gradient_step(loss, state, batches, loss_key, transform=transform)
 
         return update
 

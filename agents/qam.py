@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from agents.bc_flow import chunk_policy, flat_chunks, velocity_network
 from agents.fields import hyper, static, sweepable, validate
@@ -28,7 +27,9 @@ from losses import adjoint_matching as am
 from losses.flow_matching import flow_matching_loss, integrate_flow
 from losses.temporal_difference import chunk_return, ensemble_loss, pessimistic_value
 from networks import EnsembleCritic
-from optimizers import adam_init, adam_step, move_towards
+from optimizers import adam_init, gradient_step, move_towards
+
+MODES = ('eval', 'explore', 'base', 'base_best')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,30 +188,30 @@ def make_with_temperature(config: BaseConfig, spec, temperature: Temperature) ->
         }
         return critic_loss + clone_loss + matching_loss, metrics
 
-    def build(loss, transform=lambda updates, state: (updates, state)):
+    def build(loss, transform=None):
         def update(state, batches, step, key):
             prepare_key, loss_key = jax.random.split(key)
             batches = prepare(state, batches, prepare_key)
-            (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params, state, batches, loss_key)
-            rates = state.hyper['learning_rate'], state.hyper['max_grad_norm']
-            updates, opt_state, norms = adam_step(grads, state.opt_state, *rates, clip=config.clip)
-            updates, state = transform(updates, state)
-            params: Any = optax.apply_updates(state.params, updates)
+            old_params = state.params
+            state, metrics = gradient_step(loss, state, batches, loss_key, config.clip, transform)
 
-            followed = state.params if config.stale_targets else params
-            averaged = {name: followed[name] for name in state.target_params if name in followed}
-            kept = {name: entry for name, entry in state.target_params.items() if name not in followed}
-            moved = move_towards({name: state.target_params[name] for name in averaged}, averaged, state.hyper['tau'])
+            followed = old_params if config.stale_targets else state.params
+            targets = {  # a frozen base is no parameter: its target stays
+                name: move_towards(target, followed[name], state.hyper['tau']) if name in followed else target
+                for name, target in state.target_params.items()
+            }
 
             new_temperature, temperature_metrics = temperature.update(
                 state.temperature, state.hyper, metrics['actor/path_kl'], metrics['actor/adjoint_energy']
             )
-            state = state._replace(params=params, target_params={**kept, **moved}, opt_state=opt_state, temperature=new_temperature)
-            return state, {**metrics, **norms, **temperature_metrics}
+            state = state._replace(target_params=targets, temperature=new_temperature)
+            return state, {**metrics, **temperature_metrics}
 
         return update
 
     def sample(state, observations, key, mode):
+        if mode not in MODES:
+            raise ValueError(f'mode {mode!r} of the policy: choose {", ".join(MODES)}')
         features = network.encode(observations)
         candidates = {'base': 1, 'base_best': config.base_candidates}.get(mode, config.best_of_n)
         velocity_params = state.target_params['base'] if mode in ('base', 'base_best') else state.params['tuned']

@@ -3,14 +3,12 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import optax
 
 from agents.fields import hyper, static, sweepable, validate
 from agents.types import Agent, Need, Phase, Plan, Policy
 from networks import MLP, observation_encoder
-from optimizers import adam_init, adam_step
+from optimizers import adam_init, gradient_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +42,8 @@ def make(config: Config, spec) -> Agent:
         value = jnp.mean(jnp.square(errors))
         return value, {'policy/loss': value}
 
-    def build(loss, transform=lambda updates, state: (updates, state)):
-        def update(state, batches, step, key):
-            (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params, state, batches, key)
-            rates = state.hyper['learning_rate'], state.hyper['max_grad_norm']
-            updates, opt_state, norms = adam_step(grads, state.opt_state, *rates, clip='joint')
-            updates, state = transform(updates, state)
-            return state._replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state), {**metrics, **norms}
-
-        return update
+    def build(loss, transform=None):
+        return lambda state, batches, step, key: gradient_step(loss, state, batches, key, transform=transform)
 
     def plan(state, memory, timestep, key, mode):
         raw: Any = network.apply(state.params['policy'], encode(timestep.observation))

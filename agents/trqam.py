@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from agents import qam
 from agents.fields import static, sweepable
 from agents.types import Agent
-from optimizers import init_dual, project_log_dual, update_dual
+from optimizers import init_dual, update_dual
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,9 @@ class Config(qam.BaseConfig):
 
 def make(config: Config, spec) -> Agent:
     """Modes of the policy and `init.bc`: as for QAM."""
-    step = update_dual if config.dual_space == 'linear' else project_log_dual
 
     def update(dual, hyper, path_kl, adjoint_energy):
-        dual, seen = step(
+        dual, seen = update_dual(
             dual,
             path_kl,
             hyper['kl_budget'],
@@ -50,6 +49,7 @@ def make(config: Config, spec) -> Agent:
             clip=hyper['kl_clip'],
             minimum=hyper['dual_min'],
             maximum=hyper['dual_max'],
+            space=config.dual_space,
             bias_correction=config.ema_bias_correction,
         )
         return dual, {

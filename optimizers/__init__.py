@@ -1,7 +1,7 @@
 """Trust regions and optimizer steps in the Optax manner."""
 
-from optimizers.dual import DualState, init_dual, project_log_dual, update_dual
-from optimizers.steps import adam_init, adam_step, clip_gradients, global_norms, move_towards
+from optimizers.dual import DualState, init_dual, update_dual
+from optimizers.steps import adam_init, adam_step, clip_gradients, global_norms, gradient_step, move_towards
 
 __all__ = [
     'DualState',
@@ -9,8 +9,8 @@ __all__ = [
     'adam_step',
     'clip_gradients',
     'global_norms',
+    'gradient_step',
     'init_dual',
     'move_towards',
-    'project_log_dual',
     'update_dual',
 ]

@@ -39,9 +39,13 @@ def update_dual(
     clip: Array,
     minimum: Array,
     maximum: Array,
+    space: str = 'linear',
     bias_correction: bool = False,
 ) -> tuple[DualState, dict[str, Array]]:
-    """One linear step: multiplier <- project(multiplier + step_size * (average - budget)).
+    """One projected step of the multiplier.
+
+    'linear' (published): multiplier <- project(multiplier + step_size * (average - budget)).
+    'log' (ours, free of the budget's scale): log multiplier <- project(log multiplier + step_size * (average / budget - 1)).
 
     With no bias correction (as published) the average starts at 0, so the multiplier always falls during the first steps; because the
     measurement is clipped at `clip * budget`, it rises by at most step_size * budget * (clip - 1) per step.
@@ -53,7 +57,8 @@ def update_dual(
       step_size: of the multiplier.
       decay: of the average, in [0, 1); 0 uses the last measurement alone.
       clip: multiples of the budget at which one measurement is cut off, > 1.
-      minimum, maximum: the interval that the multiplier is projected to.
+      minimum, maximum: the interval that the multiplier is projected to; minimum > 0 in 'log' space.
+      space: 'linear' or 'log'.
       bias_correction: divide the average by 1 - decay^count.
 
     Returns:
@@ -61,29 +66,8 @@ def update_dual(
     """
     clipped = jnp.minimum(measured, clip * budget)
     state, estimate = _average(state, clipped, decay, bias_correction)
-    multiplier = jnp.clip(state.multiplier + step_size * (estimate - budget), minimum, maximum)
-    return state._replace(multiplier=multiplier), {'clipped': clipped, 'average': estimate}
-
-
-def project_log_dual(
-    state: DualState,
-    measured: Array,
-    budget: Array,
-    *,
-    step_size: Array,
-    decay: Array,
-    clip: Array,
-    minimum: Array,
-    maximum: Array,
-    bias_correction: bool = False,
-) -> tuple[DualState, dict[str, Array]]:
-    """One multiplicative step: log multiplier <- project(log multiplier + step_size * (average / budget - 1)).
-
-    Ours; free of the budget's scale.
-
-    Arguments and result as for `update_dual`; `minimum` must be > 0.
-    """
-    clipped = jnp.minimum(measured, clip * budget)
-    state, estimate = _average(state, clipped, decay, bias_correction)
-    multiplier = jnp.clip(state.multiplier * jnp.exp(step_size * (estimate / budget - 1)), minimum, maximum)
-    return state._replace(multiplier=multiplier), {'clipped': clipped, 'average': estimate}
+    if space == 'log':
+        moved = state.multiplier * jnp.exp(step_size * (estimate / budget - 1))
+    else:
+        moved = state.multiplier + step_size * (estimate - budget)
+    return state._replace(multiplier=jnp.clip(moved, minimum, maximum)), {'clipped': clipped, 'average': estimate}

@@ -1,5 +1,6 @@
 """Gradient steps that agents share. Optimizers are rebuilt from `state.hyper` at every update, so that rates can be swept under vmap."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,6 +43,30 @@ def adam_step(grads: dict[str, Any], opt_state: Any, learning_rate: Array, max_n
     """
     updates, opt_state = optax.adam(learning_rate).update(clip_gradients(grads, max_norm, clip), opt_state)
     return updates, opt_state, global_norms(grads)
+
+
+def gradient_step(
+    loss: Callable, state: Any, batches: Any, key: Array, clip: str = 'joint', transform: Callable | None = None
+) -> tuple[Any, dict[str, Array]]:
+    """One clipped Adam step of an agent on its loss.
+
+    Args:
+      loss: (params, state, batches, key) -> (scalar, metrics).
+      state: an agent's state with params, opt_state (of `adam_init`) and hyper (learning_rate, max_grad_norm).
+      batches: what the loss takes.
+      key: consumed.
+      clip: see `clip_gradients`.
+      transform: (updates, state) -> (updates, state), last before the parameters move: where a wrapper projects.
+
+    Returns:
+      (state with new params and opt_state, metrics of the loss with gradient norms).
+    """
+    (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state.params, state, batches, key)
+    rates = state.hyper['learning_rate'], state.hyper['max_grad_norm']
+    updates, opt_state, norms = adam_step(grads, state.opt_state, *rates, clip=clip)
+    if transform is not None:
+        updates, state = transform(updates, state)
+    return state._replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state), {**metrics, **norms}
 
 
 def adam_init(params: Any) -> Any:

@@ -35,20 +35,23 @@ class Collector:
         seeds = self._reset_seeds(keys, self._episodes.reshape(self._num_members, self._num_envs))
         return np.asarray(seeds).reshape(-1).astype(np.int64) % 2**31
 
-    def _actor(self, state: Any, keys: Any, mode: str) -> Actor:
+    def _actor(self, mode: str) -> Actor:
         """The actor of a mode; all modes go on from where the environments stand."""
         if mode not in self._actors:
             self._actors[mode] = Actor(self._policy, self._env, self._num_members, mode)
         actor = self._actors[mode]
-        if self._timestep is None:
-            actor.start(state, self._seeds(keys))
-        else:
-            actor.timestep, actor.memory, actor.seen = self._timestep, self._memory, self._seen
+        actor.timestep, actor.memory, actor.seen = self._timestep, self._memory, self._seen
         return actor
+
+    def start(self, state: Any, keys: Any) -> None:
+        """Begins the first episodes, once and before anything else. `keys` are the members' seed keys, not consumed."""
+        actor = self._actor('explore')
+        actor.start(state, self._seeds(keys))
+        self._timestep, self._memory, self._seen = actor.timestep, actor.memory, actor.seen
 
     def collect(self, state: Any, keys: Any, length: int, mode: str) -> dict[str, Any]:
         """`length` control steps: leaves [R, E, length, ...] as from `rollout.rollout`. `keys` are the members' seed keys, not consumed."""
-        actor = self._actor(state, keys, mode)
+        actor = self._actor(mode)
 
         def reset_seeds(ended: np.ndarray) -> np.ndarray:
             self._episodes = self._episodes + ended.astype(np.int32)
@@ -75,13 +78,6 @@ class Collector:
             'episodes': self._episodes,
             'blocks': self._blocks,
         }
-
-    def template(self, state: Any, keys: Any) -> dict[str, Any]:
-        """The shape of `get_state`; starts the environments if they have not been."""
-        if self._timestep is None:
-            actor = self._actor(state, keys, 'explore')
-            self._timestep, self._memory = actor.timestep, actor.memory
-        return self.get_state()
 
     def set_state(self, saved: dict[str, Any]) -> None:
         """Continues from `get_state`, bit for bit."""

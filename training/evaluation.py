@@ -9,7 +9,7 @@ import numpy as np
 import envs
 from agents.types import Policy
 from training import streams
-from training.host import Actor, DeviceAsHost
+from training.host import MAX_REPLANS, Actor, DeviceAsHost
 
 
 class Evaluator:
@@ -45,6 +45,9 @@ class Evaluator:
           counter: number of updates done; it selects the keys of the actions.
           mode: mode of the policy.
           stop: polled once per block; when it says so the evaluation is abandoned and the result is None.
+
+        Raises:
+          ValueError: the policy plans no action at all.
         """
         if mode not in self._actors:
             self._actors[mode] = Actor(self._policy, self.env, self.num_members, mode)
@@ -60,7 +63,9 @@ class Evaluator:
         while live.any():
             if stop():
                 return None
+            idle = True
             for record in actor.block(state, self._keys[mode](seed_keys, counter, block), live, reset_seeds=None):
+                idle = False
                 acted = record['valid'] > 0
                 scores['return'] += np.where(acted, record['rewards'], 0.0)
                 scores['length'] += acted
@@ -68,6 +73,8 @@ class Evaluator:
                     best = scores.setdefault(name, np.full(slots, -np.inf))
                     np.maximum(best, values, out=best, where=acted)
                 live = live & ~(acted & ((record['masks'] < 0.5) | (record['truncations'] > 0.5)))
+            if idle:  # or a policy that never acts would keep us here for ever
+                raise ValueError(f'the policy planned no action {MAX_REPLANS} times in a row: let it plan at least one')
             block += 1
         self.network_calls = block
         return {name: values.reshape(self.num_members, self.num_episodes) for name, values in scores.items()}

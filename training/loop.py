@@ -106,10 +106,11 @@ def plan_extras(agent: Agent, env: Any, state: Any, num_envs: int) -> dict[str, 
     return {name: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype) for name, leaf in jax.eval_shape(plan, state).items()}
 
 
-def make_phase(agent: Agent, name: str, sources: Sources):
+def make_phase(agent: Agent, name: str, sources: Sources, rider: bool = False):
     """Builds run(carry, seed_key, datasets, fresh, step, counter) -> (carry, metrics) for one phase and ONE member.
 
-    `fresh` holds, by source, steps that were acted outside the graph.
+    `fresh` holds, by name of the need, steps that were acted outside the graph. A rider's updates are skipped and counted like others when
+    they are not finite, but only main updates make a member diverged or clear its name: a rider that merely acts is always finite.
     """
     phase = agent.phases[name]
     ordered = sorted(phase.needs.items(), key=lambda item: item[1].kind != 'rollout')  # act first, then read what was acted
@@ -119,8 +120,8 @@ def make_phase(agent: Agent, name: str, sources: Sources):
         for need_name, need in ordered:
             key = streams.data_key(seed_key, name, need_name, counter)
             if need.kind == 'rollout':
-                if need.source in fresh:
-                    steps = fresh[need.source]
+                if need_name in fresh:
+                    steps = fresh[need_name]
                 else:
                     act = rollout.rollout(sources.envs[need.source], agent.policy, need.source, need.length, need.mode)
                     rollouts[need.source], steps = act(carry.state, rollouts[need.source], seed_key)
@@ -133,7 +134,7 @@ def make_phase(agent: Agent, name: str, sources: Sources):
             else:
                 batches[need_name] = _read(data.sampling, datasets[need.source], need, key)
         state, metrics = phase.update(carry.state, batches, step, streams.update_key(seed_key, name, counter))
-        state, health = _guarded(state, carry.state, carry.health)
+        state, health = _guarded(state, carry.state, carry.health, rider)
         return Carry(state, rollouts, replays, env_steps, health), {key: jnp.float32(value) for key, value in metrics.items()}
 
     return run
@@ -143,10 +144,15 @@ def _read(module: Any, source: Any, need: Need, key: Array) -> Any:
     return module.sample(source, need, key) if need.batch_size else module.blocks(source, need, BLOCK_SIZE)
 
 
-def _guarded(new: Any, old: Any, health: Health) -> tuple[Any, Health]:
-    """The new state if every number in it is finite and the member has not diverged, else the old one."""
-    finite = jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(new) if jnp.issubdtype(leaf.dtype, jnp.floating)]).all()
-    in_a_row = jnp.where(finite, 0, health.in_a_row + 1)
+def _guarded(new: Any, old: Any, health: Health, rider: bool) -> tuple[Any, Health]:
+    """The new state if the update made no number in it infinite or NaN and the member has not diverged, else the old one."""
+    sound = [
+        jnp.all(jnp.isfinite(a) | (a == b))  # what is infinite by intention, such as a budget without limit, stays as it is
+        for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+        if jnp.issubdtype(a.dtype, jnp.floating)
+    ]
+    finite = jnp.stack(sound).all()
+    in_a_row = health.in_a_row if rider else jnp.where(finite, 0, health.in_a_row + 1)
     diverged = health.diverged | (in_a_row >= MAX_SKIPPED)
     keep = finite & ~health.diverged
     state = jax.tree.map(lambda a, b: jnp.where(keep, a, b), new, old)
@@ -161,7 +167,7 @@ def make_call(agent: Agent, stage: Stage, sources: Sources):
     did not run.
     """
     main = make_phase(agent, stage.phase, sources)
-    riders = [(period, make_phase(agent, name, sources)) for name, period in (stage.every or {}).items()]
+    riders = [(period, make_phase(agent, name, sources, rider=True)) for name, period in (stage.every or {}).items()]
 
     def member(carry, seed_key, datasets, fresh, first_step, first_counter, updates):
         def update(carry, step, counter):

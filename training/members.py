@@ -24,16 +24,22 @@ class Members(NamedTuple):
 def over_grid(agent: Agent, seeds: Sequence[int], grid: Mapping[str, Sequence[float]] | None = None) -> Members:
     """The members for some seeds and every combination of the grid's values.
 
-    Raises ValueError for a grid over something that is not a hyper-parameter of the agent, or for a seed given twice.
+    Raises ValueError for a grid over something that is not a hyper-parameter of the agent, for no values or seeds, for one given twice, or
+    for a seed outside 0..2**32 - 1.
     """
+    seeds = [int(seed) for seed in seeds]
     if len(set(seeds)) != len(seeds) or not seeds:
-        raise ValueError(f'seeds must be given, each once, got {list(seeds)}')
+        raise ValueError(f'seeds must be given, each once, got {seeds}')
+    if min(seeds) < 0 or max(seeds) >= 2**32:
+        raise ValueError(f'seeds must lie in 0..{2**32 - 1}, got {seeds}')
     grid = dict(grid or {})
     for name in grid:
         if name not in agent.hyper:
             raise ValueError(f'{name!r} cannot be swept in one program; choose among {", ".join(sorted(agent.hyper))}')
     combinations = list(itertools.product(*grid.values()))
     labels = [','.join(f'{name}={value:g}' for name, value in zip(grid, values, strict=True)) for values in combinations]
+    if len(set(labels)) != len(labels) or not labels:
+        raise ValueError(f'every value of the grid must be given once and differ in its first 6 digits, got {grid}')
     settings = [{**agent.hyper, **dict(zip(grid, values, strict=True))} for values in combinations]
     hyper = {name: np.repeat(np.asarray([setting[name] for setting in settings], np.float32), len(seeds)) for name in agent.hyper}
     return Members(np.tile(np.asarray(seeds), len(settings)), [label for label in labels for _ in seeds], hyper)

@@ -101,7 +101,8 @@ def rollout(env: DeviceEnv, policy: Policy, source: str, length: int, mode: str)
         def block(carry, _):
             env_state, timestep, memory, seen, episodes, blocks = carry
             memory = select(~seen, policy.observe(state, memory, timestep), memory)  # not again after an idle block
-            plan, memory = policy.plan(state, memory, timestep, streams.action_key(seed_key, source, blocks), mode)
+            key = jax.random.fold_in(streams.action_key(seed_key, source, blocks), 0)  # the first attempt, as on the host
+            plan, memory = policy.plan(state, memory, timestep, key, mode)
             time_major = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 1, 0), (plan.actions, dict(plan.extras)))
             waiting = jnp.zeros(plan.length.shape, bool)
             carry = (env_state, timestep, memory, jnp.ones_like(seen), episodes, waiting, plan.length)

@@ -117,8 +117,10 @@ def load(run: str | Path, step: int | None = None) -> Loaded:
 
     Raises ValueError (one line) if there is no such run or checkpoint, or if it does not fit the agent of its config.
     """
-    path, _, at = str(run).partition('@')
-    if at:
+    path, _, at = str(run).rpartition('@')
+    if not path or '/' in at or Path(run).is_dir():  # a folder may have an @ in its name
+        path, at = str(run), ''
+    elif at or str(run).endswith('@'):
         if not at.isdigit():
             raise ValueError(f'cannot read the step of {run!r}: write RUN@STEP')
         step = int(at)
@@ -199,13 +201,15 @@ def _plans(agent: Agent, states: Any, observations: Any, spec: Spec) -> Any:
 def run_config(
     description: Mapping[str, Any], seeds: Sequence[int], grid: Mapping[str, Any], stages: Sequence[Any], task: Task
 ) -> dict[str, Any]:
-    """config.json of a run: what defines it ('count' may be extended on resume), and where it was made."""
+    """config.json of a run: what defines it, and where it was made. The 'count' of the last stage may be extended on resume."""
+    described: list[dict[str, Any]] = [{'phase': stage.phase, 'every': dict(stage.every or {}), 'count': stage.count} for stage in stages]
+    last = described[-1].pop('count')
     return {
         **description,
         'seeds': [int(seed) for seed in seeds],
         'grid': {name: list(values) for name, values in grid.items()},
-        'stages': [{'phase': stage.phase, 'every': dict(stage.every or {})} for stage in stages],
-        'count': {str(index): stage.count for index, stage in enumerate(stages)},
+        'stages': described,
+        'count': {str(len(stages) - 1): last},
         'dataset_hash': task.dataset_hash,
         'provenance': {**folder.provenance(), 'devices': [f'{device.platform}:{device.device_kind}' for device in jax.local_devices()]},
     }

@@ -14,11 +14,10 @@ import numpy as np
 
 from agents.types import Agent, Stage
 from data.types import Dataset
-from training import folder, loop, members, statistics
+from training import folder, logger, loop, members, statistics
 from training.checkpoints import Checkpoints
 from training.collect import Collector
 from training.evaluation import Evaluator, member_scores
-from training.logger import Logger
 
 MAX_UPDATES_PER_CALL = 500
 
@@ -112,13 +111,19 @@ def fit(
     all_stages = list(stages) if stages is not None else [Stage('train', num_updates)]
     loop.check(agent, all_stages, all_sources)
     run = _Run(agent, all_stages, all_sources, members.over_grid(agent, seeds, grid), control or Control(), announce, progress_fn)
+    if out is not None and resume:
+        done = Checkpoints(Path(out).expanduser() / 'checkpoints').steps()[-1:]
+        if done and done[0] > (total := sum(stage.count for stage in all_stages)):
+            raise ValueError(f'{out} has done {done[0]} updates already: ask for at least as many, not {total}, or choose another folder')
     run.prepare(prepare_states, replay_capacity, eval_env)
-    if out is None:
-        return run.train(None)
-    with folder.open_run(
-        out, {**(config or {}), 'control': dataclasses.asdict(run.control)}, resume, overwrite, MUTABLE, announce
-    ) as opened:
-        return run.train(opened)
+    try:
+        if out is None:
+            return run.train(None)
+        defining = {**(config or {}), 'control': dataclasses.asdict(run.control)}
+        with folder.open_run(out, defining, resume, overwrite, MUTABLE, announce) as opened:
+            return run.train(opened)
+    finally:
+        run.close()
 
 
 MUTABLE = frozenset({'control', 'provenance', 'count'})  # first components of config names that may change on resume
@@ -173,6 +178,9 @@ class _Run:
         self.started = time.monotonic()
         self.last_scores: dict[str, np.ndarray] = {}
         self.first_scores: dict[str, np.ndarray] = {}
+        self.latest: dict[str, np.ndarray] = {}  # last finite value of each metric since the last row
+        self.evaluation_due = True  # at the update where the run stands
+        self.evaluation_logged = False  # an earlier start of the run wrote its rows and was killed then
         self._compiled: dict[tuple, Any] = {}
 
     # ---- set-up
@@ -191,12 +199,16 @@ class _Run:
         carry = jax.jit(jax.vmap(init))(states, self.keys)
         self.carry = jax.device_put(jax.tree.map(jnp.copy, carry), self.spread)  # its own buffers: they are donated to the first call
         self.keys = jax.device_put(self.keys, self.spread)
-        self.datasets = jax.device_put(sources.datasets, self.shared)
+        self.datasets = [
+            jax.device_put({**sources.datasets, **jax.tree.map(jnp.asarray, dict(stage.data or {}))}, self.shared) for stage in self.stages
+        ]
         self.collectors = {
             name: Collector(agent.policy, env, name, len(self.team.seeds), sources.num_envs)
             for name, env in sources.envs.items()
             if not env.on_device and any(need.kind == 'rollout' and need.source == name for need in needs)
         }
+        for collector in self.collectors.values():
+            collector.start(states, self.keys)
         if control.eval_episodes:
             if not eval_env:
                 raise ValueError('evaluation needs an environment: pass --env, or --eval_episodes=0')
@@ -208,34 +220,32 @@ class _Run:
     def train(self, opened: folder.RunFolder | None) -> Result:
         path = opened.path if opened else None
         self.checkpoints = Checkpoints(path / 'checkpoints', self.control.checkpoint_keep, self.announce) if path else None
-        self.logger = Logger(path, announce=self.announce) if path else None
+        self.logger = logger.Logger(path, announce=self.announce) if path else None
         cursor = _Cursor()
         if opened and opened.resumed:
             cursor = self._restore(cursor)
         total = sum(stage.count for stage in self.stages)
-        stopped = False
-        try:
-            with _Signals() as self.signals, _Progress(total, cursor.counter) as self.progress:
-                if cursor.counter == 0:
-                    self._evaluate(0)
-                while cursor.stage < len(self.stages):
-                    if self.stages[cursor.stage].count == 0:
-                        cursor = cursor._replace(stage=cursor.stage + 1)
-                        continue
-                    cursor = self._advance(cursor, total)
-                    if self.signals.received is not None and cursor.stage < len(self.stages):
-                        stopped = True
-                        self._save(cursor)
-                        self.announce(f'stopped by signal after {cursor.counter} of {total} updates; continue with --resume')
-                        break
-        finally:
-            if self.evaluator:
-                self.evaluator.close()
+        with _Signals() as self.signals, _Progress(total, cursor.counter) as self.progress:
+            self._evaluate(cursor.counter)
+            while cursor.stage < len(self.stages) and self.signals.received is None:
+                if self.stages[cursor.stage].count == 0:
+                    cursor = cursor._replace(stage=cursor.stage + 1)
+                    continue
+                cursor = self._advance(cursor, total)
+            stopped = cursor.counter < total or self.evaluation_due
+            if stopped:
+                self._save(cursor)
+                self.announce(f'stopped by signal after {cursor.counter} of {total} updates; continue with --resume')
         summary = self._summary(cursor.counter)
         if opened and not stopped:
             named = {'agent': opened.config.get('agent', {}).get('name'), 'env': opened.config.get('env')}
             folder.write_json(opened.path / 'summary.json', {**named, **summary})
         return Result(self.carry.state, self.team, summary, stopped)
+
+    def close(self) -> None:
+        """Ends the worker processes of the evaluation."""
+        if self.evaluator:
+            self.evaluator.close()
 
     def _advance(self, cursor: _Cursor, total: int) -> _Cursor:
         """One call of fused updates, then whatever is due."""
@@ -246,28 +256,28 @@ class _Run:
                 updates = min(updates, interval - cursor.counter % interval)
         began = time.monotonic()
         metrics = self._call(stage, cursor, updates)
-        jax.block_until_ready(metrics)
+        for name, new in jax.device_get(metrics).items():
+            self.latest[name] = np.where(np.isfinite(new), new, self.latest.get(name, np.float32(np.nan)))
         self.train_seconds += time.monotonic() - began
         cursor = cursor.advanced(updates, stage.count)
         self.progress.update(updates)
 
         last = cursor.counter == total
         if cursor.counter % control.log_interval == 0 or last:
-            self._log(cursor.counter, jax.device_get(metrics))
-        due = bool(control.eval_interval) and cursor.counter % control.eval_interval == 0
-        if due or last:
-            self._evaluate(cursor.counter)
+            self._log(cursor.counter)
+        self.evaluation_due = last or (control.eval_interval > 0 and cursor.counter % control.eval_interval == 0)
+        self._evaluate(cursor.counter)
         if last or (control.checkpoint_interval and cursor.counter % control.checkpoint_interval == 0):
             self._save(cursor)
         return cursor
 
     def _call(self, stage: Stage, cursor: _Cursor, updates: int) -> dict[str, Any]:
-        datasets = {**self.datasets, **(stage.data or {})}
+        datasets = self.datasets[cursor.stage]
         if loop.on_host(self.agent, stage, self.sources):
             return self._host_call(stage, cursor, updates, datasets)
         counts = (jnp.int32(cursor.step), jnp.int32(cursor.counter), jnp.int32(updates))
         call = loop.make_call(self.agent, stage, self.sources)
-        compiled = self._compile(('stage', str(cursor.stage)), call, self.carry, self.keys, datasets, *counts)
+        compiled = self._compile(('stage', cursor.stage), call, self.carry, self.keys, datasets, *counts)
         self.carry, metrics = compiled(self.carry, self.keys, datasets, *counts)
         return metrics
 
@@ -275,15 +285,15 @@ class _Run:
         """Updates one by one, because acting happens outside the graph; riders first, like inside it."""
         seen: dict[str, Any] = {}
         for offset in range(updates):
-            names = [name for name, period in (stage.every or {}).items() if (cursor.step + offset) % period == 0]
-            for name in (*names, stage.phase):
+            riders = [(name, True) for name, period in (stage.every or {}).items() if (cursor.step + offset) % period == 0]
+            for name, rider in (*riders, (stage.phase, False)):
                 fresh = {}
-                for need in self.agent.phases[name].needs.values():
+                for need_name, need in self.agent.phases[name].needs.items():
                     if need.kind == 'rollout' and need.source in self.collectors:
-                        fresh[need.source] = self.collectors[need.source].collect(self.carry.state, self.keys, need.length, need.mode)
+                        fresh[need_name] = self.collectors[need.source].collect(self.carry.state, self.keys, need.length, need.mode)
                 step, counter = jnp.int32(cursor.step + offset), jnp.int32(cursor.counter + offset)
-                run = members.over_seeds(loop.make_phase(self.agent, name, self.sources))
-                compiled = self._compile(('host', name), run, self.carry, self.keys, datasets, fresh, step, counter)
+                run = members.over_seeds(loop.make_phase(self.agent, name, self.sources, rider))
+                compiled = self._compile(('host', cursor.stage, name, rider), run, self.carry, self.keys, datasets, fresh, step, counter)
                 self.carry, metrics = compiled(self.carry, self.keys, datasets, fresh, step, counter)
                 for metric, new in metrics.items():
                     seen[metric] = jnp.where(jnp.isfinite(new), new, seen.get(metric, jnp.nan))
@@ -300,15 +310,16 @@ class _Run:
 
     # ---- what happens between calls
 
-    def _log(self, update: int, metrics: Mapping[str, Any]) -> None:
+    def _log(self, update: int) -> None:
         health, env_steps = jax.device_get((self.carry.health, self.carry.env_steps))
-        metrics = {**metrics, 'health/skipped': health.skipped, 'health/diverged': health.diverged}
+        metrics = {**self.latest, 'health/skipped': health.skipped, 'health/diverged': health.diverged}
         if self.sources.envs:
             metrics['env_steps'] = env_steps
+        self.latest = {name: np.full_like(values, np.nan) for name, values in self.latest.items()}
         self._write(update, metrics)
 
-    def _write(self, update: int, metrics: Mapping[str, Any]) -> None:
-        if self.logger:
+    def _write(self, update: int, metrics: Mapping[str, Any], logged: bool = False) -> None:
+        if self.logger and not logged:
             rows = []
             for member, (seed, setting) in enumerate(zip(self.team.seeds, self.team.settings, strict=True)):
                 rows.append({'update': update, 'seed': int(seed), 'setting': setting, **{k: float(v[member]) for k, v in metrics.items()}})
@@ -317,7 +328,9 @@ class _Run:
             self.progress_fn(update, dict(metrics))
 
     def _evaluate(self, update: int) -> None:
-        if not self.evaluator:
+        """Evaluates if that is due. A signal ends it; it is still due then, and the resumed run begins with it."""
+        if not self.evaluator or not self.evaluation_due:
+            self.evaluation_due = False
             return
         diverged = np.asarray(self.carry.health.diverged)
         scores: dict[str, np.ndarray] = {}
@@ -332,7 +345,8 @@ class _Run:
         if update == 0:
             self.first_scores = scores
         self.last_scores = scores
-        self._write(update, scores)
+        self._write(update, scores, self.evaluation_logged)
+        self.evaluation_due = self.evaluation_logged = False
 
     def _save(self, cursor: _Cursor) -> None:
         if not self.checkpoints:
@@ -345,6 +359,8 @@ class _Run:
             'train_seconds': self.train_seconds,
             'first_scores': {name: values.tolist() for name, values in self.first_scores.items()},
             'last_scores': {name: values.tolist() for name, values in self.last_scores.items()},
+            'latest': {name: values.tolist() for name, values in self.latest.items()},
+            'evaluation_due': self.evaluation_due,
         }
         if cursor.counter in self.checkpoints.steps() and self.checkpoints.verify(cursor.counter) is None:
             return
@@ -364,7 +380,7 @@ class _Run:
             return cursor
         template = {
             'carry': self.carry,
-            'collectors': {name: c.template(self.carry.state, self.keys) for name, c in self.collectors.items()},
+            'collectors': {name: collector.get_state() for name, collector in self.collectors.items()},
         }
         _, tree, meta = self.checkpoints.restore(template)
         self.carry = jax.device_put(jax.tree.map(jnp.copy, tree['carry']), self.spread)
@@ -378,7 +394,10 @@ class _Run:
         self.earlier_seconds, self.compile_seconds, self.train_seconds = meta['seconds'], meta['compile_seconds'], meta['train_seconds']
         self.first_scores = {name: np.asarray(values, float) for name, values in meta['first_scores'].items()}
         self.last_scores = {name: np.asarray(values, float) for name, values in meta['last_scores'].items()}
+        self.latest = {name: np.asarray(values, np.float32) for name, values in meta.get('latest', {}).items()}
+        self.evaluation_due = meta.get('evaluation_due', False)
         moved = self.logger.resume(cursor.counter)
+        self.evaluation_logged = self.evaluation_due and _has_scores(self.logger.directory, cursor.counter, self.control.eval_modes[-1])
         self.announce(
             f'resuming after {cursor.counter} updates' + (f'; {moved} later rows moved to metrics.discarded.csv' if moved else '')
         )
@@ -409,6 +428,14 @@ class _Run:
             'eval': by_setting(self.last_scores),
             'eval_before': by_setting(self.first_scores),
         }
+
+
+def _has_scores(run: Path, update: int, mode: str) -> bool:
+    """Whether metrics.csv has an evaluation after `update` updates."""
+    if not (run / logger.CSV).exists():
+        return False
+    rows = logger.read(run)
+    return f'{mode}/length' in rows and bool(np.isfinite(rows[f'{mode}/length'][rows['update'] == update]).any())
 
 
 def _headline(scores: Mapping[str, np.ndarray]) -> str:

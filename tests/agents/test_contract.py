@@ -177,7 +177,9 @@ def test_every_static_field_changes_the_program(name):
             state = agent.init(key, hyper_of(agent))
             state, metrics = agent.phases['train'].update(state, batch, 0, key)
             timestep = first_timestep(jnp.zeros((2, 3)), (2,))
-            return metrics, [agent.policy.plan(state, (), timestep, key, mode)[0] for mode in ('eval', 'base_best')]
+            return metrics, [
+                agent.policy.plan(state, (), timestep, key, mode)[0] for mode in ('eval', 'base_best' if 'qam' in name else 'eval')
+            ]
 
         return str(jax.make_jaxpr(run)(jax.random.key(0)))
 
@@ -225,6 +227,28 @@ def test_targets_follow_the_new_parameters(built):
         expected = jax.tree.map(lambda t, p: t * (1 - tau) + p * tau, state.target_params[network], new.params[network])
         close(new.target_params[network], expected, rtol=1e-6, atol=1e-7)
         close(old.target_params[network], state.target_params[network], rtol=1e-6, atol=1e-7)  # they start equal: nothing to follow
+
+
+def test_a_wrapper_rebuilds_the_update(built):
+    """With weight 0 and a transform that does nothing it is the plain agent; a transform that returns zeros stops the parameters."""
+    agent, init, update = built['bc_flow']
+    phase = agent.phases['train']
+    state, batch = init(jax.random.key(0), hyper_of(agent)), batch_for('bc_flow')
+
+    def with_penalty(params, state, batches, key):
+        value, metrics = phase.loss(params, state, batches, key)
+        return value + 0 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params)), metrics
+
+    plain, _ = update(state, batch, 0, jax.random.key(1))
+    same, _ = jax.jit(phase.build(with_penalty, lambda updates, state: (updates, state)))(state, batch, 0, jax.random.key(1))
+    close(same, plain, rtol=1e-6, atol=1e-7)
+
+    def stop(updates, state):
+        return jax.tree.map(jnp.zeros_like, updates), state._replace(aux={'stopped': jnp.float32(1)})
+
+    stopped, _ = jax.jit(phase.build(phase.loss, stop))(state, batch, 0, jax.random.key(1))
+    jax.tree.map(np.testing.assert_array_equal, stopped.params, state.params)
+    assert float(stopped.aux['stopped']) == 1
 
 
 def test_invalid_rows_and_terminals(built):
@@ -280,6 +304,12 @@ def test_one_action_entry_and_one_row():
 def test_wrong_fields_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
         agents.make('trqam', SPEC, **overrides)
+
+
+def test_an_unknown_mode_is_refused(built):
+    agent, init, _ = built['trqam']
+    with pytest.raises(ValueError, match='base_best'):
+        agent.policy.plan(init(jax.random.key(0), hyper_of(agent)), (), first_timestep(jnp.zeros((2, 3)), (2,)), jax.random.key(0), 'bst')
 
 
 def test_wrong_agent_is_refused():

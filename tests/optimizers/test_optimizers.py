@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optimizers import adam_init, adam_step, clip_gradients, global_norms, init_dual, move_towards, project_log_dual, update_dual
+from optimizers import adam_init, adam_step, clip_gradients, global_norms, init_dual, move_towards, update_dual
 
 RATES: dict[str, Any] = {'decay': 0.9, 'clip': 2.0, 'minimum': 0.01, 'maximum': 100.0, 'step_size': 0.01}
 GRADS = {'a': {'w': jnp.array([3.0, 4.0])}, 'b': {'w': jnp.array([0.0, 12.0])}}  # norms 5, 12, together 13
@@ -28,7 +28,7 @@ def test_bias_correction_sees_the_violation_at_once():
 def test_log_dual_by_hand_and_free_of_scale():
     """exp(0.01 * (0.2 / 1 - 1)) = exp(-0.008), and the same for a budget and measurement 1000 times larger."""
     for scale in (1.0, 1000.0):
-        dual, _ = project_log_dual(init_dual(jnp.float32(1)), jnp.float32(10 * scale), jnp.float32(scale), **RATES)
+        dual, _ = update_dual(init_dual(jnp.float32(1)), jnp.float32(10 * scale), jnp.float32(scale), **RATES, space='log')
         np.testing.assert_allclose(float(dual.multiplier), np.exp(-0.008), rtol=1e-6)
 
 

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from agents.types import Agent, Need, Phase, Plan, Policy
 
 HORIZON, LENGTH = 4, 8
+HYPER = {'rate': np.float32(0.1), 'nan_at': np.float32(-1)}
 
 
 class State(NamedTuple):
@@ -19,8 +21,8 @@ class State(NamedTuple):
     aux: dict
 
 
-def make(spec: Any, fixed_length: int | None = None, nan_at: int = -1) -> Agent:
-    """Acts with random actions; plan lengths are drawn from 0..4, or fixed."""
+def make(spec: Any, fixed_length: int | None = None, nan_at: int = -1, least_length: int = 0) -> Agent:
+    """Acts with random actions; plan lengths are drawn from `least_length`..4, or fixed. Update number `nan_at` gives NaN, for ever."""
 
     def init(key, hyper):
         return State({'weight': jax.random.normal(key, (3,)), 'updates': jnp.float32(0), 'refits': jnp.float32(0)}, hyper, {})
@@ -29,7 +31,7 @@ def make(spec: Any, fixed_length: int | None = None, nan_at: int = -1) -> Agent:
         fresh, target = batches['fresh'], batches['target']
         noise = jax.random.normal(key, (3,))
         weight = state.params['weight'] + state.hyper['rate'] * (noise + jnp.mean(target['rewards']) + jnp.mean(fresh['rewards']))
-        weight = jnp.where(state.params['updates'] == nan_at, jnp.nan, weight)
+        weight = jnp.where(state.params['updates'] == state.hyper['nan_at'], jnp.nan, weight)
         params = {**state.params, 'weight': weight, 'updates': state.params['updates'] + 1}
         metrics = {
             'fresh/valid': jnp.sum(fresh['valid']),
@@ -46,6 +48,9 @@ def make(spec: Any, fixed_length: int | None = None, nan_at: int = -1) -> Agent:
     def collect(state, batches, step, key):
         return state, {'collect/valid': jnp.sum(batches['other']['valid'])}
 
+    def count(state, batches, step, key):
+        return state, {'count/valid': jnp.sum(batches['all']['valid'])}
+
     def observe(state, memory, timestep):
         observed = jnp.where(timestep.first, 0, memory['observed']) + 1
         return {'observed': observed, 'planned': jnp.where(timestep.first, 0, memory['planned'])}
@@ -54,7 +59,7 @@ def make(spec: Any, fixed_length: int | None = None, nan_at: int = -1) -> Agent:
         num_envs = timestep.reward.shape[0]
         action_key, length_key = jax.random.split(key)
         actions = jax.random.uniform(action_key, (num_envs, HORIZON, *spec.actions.shape), minval=-1)
-        lengths = jax.random.randint(length_key, (num_envs,), 0, HORIZON + 1, jnp.int32)
+        lengths = jax.random.randint(length_key, (num_envs,), least_length, HORIZON + 1, jnp.int32)
         if fixed_length is not None:
             lengths = jnp.full((num_envs,), fixed_length, jnp.int32)
         observed = jnp.broadcast_to(memory['observed'].astype(jnp.float32)[:, None], (num_envs, HORIZON))
@@ -68,5 +73,6 @@ def make(spec: Any, fixed_length: int | None = None, nan_at: int = -1) -> Agent:
         'train': Phase({'fresh': Need('rollout', length=LENGTH, source='env'), 'target': Need('transitions', 16, source='other')}, update),
         'collect': Phase({'other': Need('rollout', length=LENGTH, source='other')}, collect),
         'refit': Phase({'chunks': Need('chunks', 4, 3, source='env')}, refit),
+        'count': Phase({'all': Need('transitions', 0, source='other')}, count),
     }
-    return Agent(init, phases, Policy(HORIZON, memory, observe, plan), {}, {'rate': 0.1})
+    return Agent(init, phases, Policy(HORIZON, memory, observe, plan), {}, {'rate': 0.1, 'nan_at': float(nan_at)})

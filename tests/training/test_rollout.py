@@ -9,6 +9,7 @@ import pytest
 
 import envs
 from training import rollout, streams
+from training.collect import Collector
 from training.evaluation import Evaluator, member_scores
 from training.host import MAX_REPLANS, Actor, DeviceAsHost
 
@@ -24,7 +25,7 @@ def line():
 def acted(dummies, line):
     """(steps, rollout state) of a rollout with plans of varying length."""
     agent = dummies.make(line.spec)
-    state, key = agent.init(jax.random.key(0), {'rate': jnp.float32(0.1)}), jax.random.key(7)
+    state, key = agent.init(jax.random.key(0), dummies.HYPER), jax.random.key(7)
     start = jax.jit(lambda key: rollout.start(line, agent.policy, state, key, 'env', NUM_ENVS))(key)
     after, steps = jax.jit(rollout.rollout(line, agent.policy, 'env', LENGTH, 'explore'))(state, start, key)
     return jax.device_get((start, after, steps))
@@ -83,41 +84,33 @@ def test_every_episode_starts_from_its_own_key(acted, line):
 
 
 def test_host_queue_equals_the_device(dummies, line):
-    """With fixed plans and the same start, both queues make the same transitions."""
-    agent = dummies.make(line.spec, fixed_length=3)
-    state, key = agent.init(jax.random.key(0), {'rate': jnp.float32(0.1)}), jax.random.key(3)
-    host = DeviceAsHost(line, NUM_ENVS)
-    actor = Actor(agent.policy, host, 1, 'explore')
-    batched = jax.tree.map(lambda leaf: leaf[None], state)
-    seeds = np.arange(NUM_ENVS) + 11
-    actor.start(batched, seeds)
-    begun = jax.vmap(lambda seed: line.reset(jax.random.key(seed)))(jnp.asarray(seeds))
-    started = rollout.start(line, agent.policy, state, key, 'env', NUM_ENVS)
-    started = started._replace(
-        env=begun, timestep=started.timestep._replace(observation=begun.observation, final_observation=begun.observation)
-    )
-    _, steps = jax.jit(rollout.rollout(line, agent.policy, 'env', 8, 'explore'))(state, started, key)
+    """The same starts, keys and dynamics: every entry of every control step agrees, over two calls and several episodes of each slot."""
+    agent = dummies.make(line.spec, least_length=1)  # 0 is asked again on the host and idle on the device
+    num_members, keys = 2, jax.random.split(jax.random.key(3), 2)
+    states = jax.vmap(lambda key: agent.init(key, dummies.HYPER))(keys)
 
-    records = []
-    for block in range(2):
-        keys = streams.action_key(key, 'env', block)
-        plan_key = jax.random.fold_in(keys, 0)  # the host folds in the attempt
-        device_plan = agent.policy.plan(state, agent.policy.init(state, NUM_ENVS), started.timestep, keys, 'explore')[0]
-        host_plan = agent.policy.plan(state, agent.policy.init(state, NUM_ENVS), started.timestep, plan_key, 'explore')[0]
-        assert not np.array_equal(device_plan.actions, host_plan.actions)
-        records += list(actor.block(batched, jnp.stack([keys]), np.ones(NUM_ENVS, bool), lambda ended: seeds))
-    valid = np.stack([record['valid'] for record in records], axis=1)
-    np.testing.assert_array_equal(valid, steps['valid'])
-    for env in range(NUM_ENVS):  # same dynamics from its own actions
-        for record in records:
-            moved = np.clip(record['observations'][env] + 0.1 * np.clip(record['actions'][env], -1, 1), -1, 1)
-            if record['valid'][env]:
-                np.testing.assert_allclose(record['next_observations'][env], moved, atol=1e-6)
+    def reset(key):  # as a collector turns the key of a start into the seed of a host environment
+        return line.reset(jax.random.key(jax.random.bits(key, dtype='uint32') & np.uint32(2**31 - 1)))
+
+    env = line._replace(reset=reset)
+    started = jax.jit(jax.vmap(lambda state, key: rollout.start(env, agent.policy, state, key, 'env', NUM_ENVS)))(states, keys)
+    act = jax.jit(jax.vmap(rollout.rollout(env, agent.policy, 'env', 20, 'explore')))
+    collector = Collector(agent.policy, DeviceAsHost(line, num_members * NUM_ENVS), 'env', num_members, NUM_ENVS)
+    collector.start(states, keys)
+    ends = 0.0
+    for _ in range(2):
+        started, steps = act(states, started, keys)
+        records = collector.collect(states, keys, 20, 'explore')
+        assert records.keys() == steps.keys()
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), records, jax.device_get(steps))
+        ends += (1 - steps['masks']).sum() + steps['truncations'].sum()
+    assert ends > num_members * NUM_ENVS
+    assert (np.asarray(steps['valid']) == 0).any()
 
 
 def test_length_zero_is_asked_again_on_the_host(dummies, line):
     agent = dummies.make(line.spec, fixed_length=0)
-    state = jax.tree.map(lambda leaf: leaf[None], agent.init(jax.random.key(0), {'rate': jnp.float32(0.1)}))
+    state = jax.tree.map(lambda leaf: leaf[None], agent.init(jax.random.key(0), dummies.HYPER))
     actor = Actor(agent.policy, DeviceAsHost(line, 2), 1, 'explore')
     actor.start(state, np.array([1, 2]))
     assert list(actor.block(state, jnp.stack([jax.random.key(0)]), np.ones(2, bool), None)) == []
@@ -133,7 +126,7 @@ def test_a_rollout_must_fit_the_horizon(dummies, line):
 def test_evaluation_runs_complete_episodes(dummies, name):
     """Every episode ends; the policy is called ceil(T / H) times; members see the same starts; nothing depends on when it runs."""
     agent = dummies.make(envs.make(name).spec, fixed_length=4)
-    states = jax.vmap(lambda key: agent.init(key, {'rate': jnp.float32(0.1)}))(jax.random.split(jax.random.key(0), 2))
+    states = jax.vmap(lambda key: agent.init(key, dummies.HYPER))(jax.random.split(jax.random.key(0), 2))
     keys = jax.random.split(jax.random.key(1), 2)
     evaluator = Evaluator(agent.policy, name, 2, 5)
     first = evaluator(states, keys, 10)
