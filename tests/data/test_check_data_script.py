@@ -57,7 +57,7 @@ def test_successes_under_a_task(tmp_path):
     ('arguments', 'parts'),
     [
         ((), ('no file given', 'FILE...')),
-        (('--enw=x', 'a.npz'), ('enw', 'Did you mean: env')),
+        (('--enw=x', 'a.npz'), ('enw', 'did you mean --env')),
         (('--env=ogbench/nothing-v0', 'a.npz'), ('nothing',)),
     ],
 )

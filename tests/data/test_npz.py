@@ -496,7 +496,7 @@ def test_find(tmp_path):
     for wrong, message in [
         (tmp_path / 'none', 'this folder holds no npz file'),
         (tmp_path / 'x.npz', 'no such file or folder'),
-        ('../x', 'no such file or folder'),
+        ('../no-such-recording', 'no such file or folder'),
         ('cube-double-play-v0', '--download'),
     ]:
         with pytest.raises(npz.DataError, match=message):

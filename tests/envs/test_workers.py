@@ -115,8 +115,8 @@ import sys, time
 import numpy as np
 import envs
 env = envs.make('probe/host-line', 4, num_workers=2)
-print(*(worker._process.pid for worker in env._workers), flush=True)
 try:
+    print(*(worker._process.pid for worker in env._workers), flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     env.reset(np.zeros(4, int), np.ones(4, bool))  # the workers are not disturbed
