@@ -31,12 +31,20 @@ class Task(NamedTuple):
     dataset_hash: str | None
 
 
-def read_dataset(path: str | Path, env_name: str) -> Dataset:
+def read_dataset(path: str | Path, env_name: str, spec: Spec | None = None) -> Dataset:
     """A file as a Dataset. Rewards and masks are those of the environment's task where it defines them on recorded states.
 
-    Raises ValueError (one line) for a damaged file or one that holds no rewards for this environment.
+    With the environment's `spec`, its shapes are checked first. Raises ValueError (one line) for a damaged file, one recorded elsewhere,
+    or one that holds no rewards for this environment.
     """
     arrays = dict(npz.read(path))
+    shapes = [arrays[name].shape[1:] for name in ('observations', 'actions')]
+    # before rewards are computed from what may be another robot
+    if spec is not None and shapes != [spec.observations.shape, spec.actions.shape]:
+        raise ValueError(
+            f'{path} has observations {shapes[0]} and actions {shapes[1]}, but {env_name} has '
+            f'{spec.observations.shape} and {spec.actions.shape}: it was recorded in another environment'
+        )
     if 'rewards' not in arrays:
         arrays['rewards'], arrays['masks'] = envs.relabel(env_name, arrays)
     extras = {name: arrays[name] for name in ('qpos', 'qvel', 'button_states') if name in arrays}
@@ -64,13 +72,7 @@ def make_task(env_name: str, dataset: str | Path | None = None) -> Task:
     files = npz.find(dataset)
     if len(files) > 1:
         raise ValueError(f'{dataset} holds {len(files)} files; training on a rotation of files is not built yet: name one of them')
-    loaded = read_dataset(files[0], env_name)
-    shape = np.shape(loaded.observations)[1:]
-    if shape != spec.observations.shape or loaded.actions.shape[1:] != spec.actions.shape:
-        raise ValueError(
-            f'{files[0]} has observations {shape} and actions {loaded.actions.shape[1:]}, but {env_name} has '
-            f'{spec.observations.shape} and {spec.actions.shape}: it was recorded in another environment'
-        )
+    loaded = read_dataset(files[0], env_name, spec)
     return Task(spec._replace(statistics=datasets.statistics(loaded)), loaded, datasets.dataset_hash(loaded))
 
 

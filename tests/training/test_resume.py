@@ -77,17 +77,21 @@ def assert_equal_runs(ours, theirs):
 
 
 def kill_and_resume(start, folder, kind, kills, seed):
-    """Kills at random moments after the first checkpoint is due, then lets the run end."""
+    """Kills soon after the rows of a random update, which is while something is computed, evaluated or saved; then lets the run end."""
     moments = random.Random(seed)
-    for _ in range(kills):
+    for target in sorted(moments.randrange(UPDATES[kind] - 20) for _ in range(kills)):
         process = start(kind, folder, UPDATES[kind])
-        deadline = time.monotonic() + 120
-        while not (folder / 'metrics.csv').exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(moments.uniform(0, 2))
+        while last_update(folder) < target and process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0, 0.1))
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode in (-signal.SIGKILL, 0), output  # 0: it had just ended
     return finish(start(kind, folder, UPDATES[kind]))
+
+
+def last_update(folder):
+    return logger.read(folder)['update'].max(initial=-1) if (folder / logger.CSV).exists() else -1
 
 
 @pytest.mark.parametrize('kind', list(UPDATES))

@@ -13,7 +13,7 @@ import training
 from agents.types import Stage
 from data.dataset import from_trajectories
 from envs.types import ArraySpec, Spec
-from training import loop, members, runs, streams
+from training import loop, members, streams
 
 SPEC = Spec(ArraySpec((1,)), ArraySpec((1,), -1, 1), 20)
 TINY = {'hidden_sizes': (8,), 'batch_size': 8, 'horizon_length': 2, 'flow_steps': 2}
@@ -98,9 +98,9 @@ def test_callers_keep_their_arrays(clone, dataset, trained):
     assert equal(train(clone, on_device).state, trained)
 
 
-def online(dummies, stages, seeds=(0, 1), nan_at=-1, **kwargs):
+def online(dummies, stages, seeds=(0, 1), **kwargs):
     env = envs.make('probe/line:horizon=10')
-    agent = dummies.make(env.spec, nan_at=nan_at)
+    agent = dummies.make(env.spec)
     rows = []
     result = training.fit(
         agent,
@@ -179,15 +179,50 @@ def equations(jaxpr):
 
 
 def test_non_finite_updates_are_skipped_and_a_diverged_member_frozen(dummies, monkeypatch):
-    """From its 4th update on the dummy makes NaN: that update is skipped for ever, and the member is frozen after MAX_SKIPPED of them."""
+    """The second setting makes NaN in every update after its third: it is frozen after MAX_SKIPPED of them; the first one goes on.
+
+    The rider, whose updates are always finite, runs in between and does not clear its name.
+    """
     monkeypatch.setattr(loop, 'MAX_SKIPPED', 3)
-    result, rows = online(dummies, [Stage('collect', 1), Stage('train', 10)], nan_at=3)
-    assert result.state.params['updates'].tolist() == [3, 3]
-    assert result.summary['skipped_updates'] == [7, 7]
-    assert result.summary['diverged'] == [True, True]
+    result, rows = online(dummies, [Stage('train', 10, {'refit': 1})], seeds=(0,), grid={'nan_at': (-1, 3)})
+    assert result.state.params['updates'].tolist() == [10, 3]
+    assert result.state.params['refits'].tolist() == [10, 6]  # frozen, too, from the 7th on: updates 4, 5, 6 were skipped, then it diverged
+    assert result.summary['skipped_updates'] == [0, 7]
+    assert result.summary['diverged'] == [False, True]
     assert np.isfinite(np.asarray(result.state.params['weight'])).all()
-    assert rows[7]['health/diverged'].tolist() == [True, True]
-    assert rows[6]['health/diverged'].tolist() == [False, False]
+    assert [rows[update]['health/diverged'].tolist() for update in (5, 6, 10)] == [[False, False], [False, True], [False, True]]
+
+
+def test_what_is_infinite_by_intention_is_no_failure():
+    """A budget without limit stays infinite and the update counts; a number that becomes infinite or NaN is a failure."""
+    healthy = loop.Health(jnp.int32(0), jnp.int32(1), jnp.zeros((), bool))
+    old = {'budget': jnp.float32(jnp.inf), 'weight': jnp.float32(1), 'count': jnp.int32(0)}
+    for weight, skipped, in_a_row in ((2.0, 0, 0), (jnp.inf, 1, 2), (jnp.nan, 1, 2)):
+        new = {**old, 'weight': jnp.float32(weight), 'count': jnp.int32(1)}
+        state, health = loop._guarded(new, old, healthy, rider=False)
+        assert (int(health.skipped), int(health.in_a_row), int(state['count'])) == (skipped, in_a_row, 1 - skipped)
+        assert loop._guarded(new, old, healthy, rider=True)[1].in_a_row == 1
+
+
+def test_members_that_make_no_sense_are_refused(clone):
+    for seeds, grid, message in (
+        ((), None, 'each once'),
+        ((1, 1), None, 'each once'),
+        ((-1,), None, 'must lie in'),
+        ((2**32,), None, 'must lie in'),
+        ((0,), {'learning_rate': ()}, 'given once'),
+        ((0,), {'learning_rate': (0.1, 0.1)}, 'given once'),
+        ((0,), {'learning_rate': (0.1, 0.1 + 1e-9)}, 'first 6 digits'),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            members.over_grid(clone, seeds, grid)
+        assert '\n' not in str(caught.value)
+    team = members.over_grid(clone, (2, 0), {'learning_rate': (0.1, 0.2)})
+    assert team.seeds.tolist() == [2, 0, 2, 0]
+    np.testing.assert_allclose(team.hyper['learning_rate'], [0.1, 0.1, 0.2, 0.2])
+    for member, seed in enumerate(team.seeds):
+        expected = jax.random.key_data(jax.random.key(int(seed)))
+        np.testing.assert_array_equal(jax.random.key_data(members.seed_keys(team))[member], expected)
 
 
 def test_missing_sources_are_named(clone, dummies):
@@ -219,34 +254,3 @@ def test_names_fold_in_the_same_everywhere():
     expected = jax.random.fold_in(jax.random.key(0), number)
     assert (jax.random.key_data(streams.named(jax.random.key(0), 'train')) == jax.random.key_data(expected)).all()
     assert streams.start_seed(0) == 1282483033
-
-
-def test_describe_and_rebuild(tmp_path, dataset, clone):
-    from data.dataset import statistics
-
-    spec = SPEC._replace(statistics=statistics(dataset))
-    overrides = {**TINY, 'normalize_observations': True}
-    agent = agents.make('bc_flow', spec, **overrides)
-    config = runs.run_config(
-        runs.describe('bc_flow', overrides, spec, 'probe/line'), (0, 1), {}, [Stage('train', 3)], runs.Task(spec, None, None)
-    )
-    result = training.fit(agent, dataset, 3, (0, 1), out=tmp_path / 'run', config=config, control=training.Control(num_devices=1), **QUIET)
-    loaded = training.load(tmp_path / 'run')
-    assert loaded.counter == 3
-    assert equal(loaded.state, result.state)
-    plans = [runs._plans(owner, loaded.state, jnp.ones((4, 1)), spec) for owner in (agent, loaded.agent)]
-    np.testing.assert_array_equal(*plans)
-    with pytest.raises(ValueError, match='can start from bc'):
-        runs.adopter(agent, 'policy', tmp_path / 'run')
-    qam = agents.make('qam', spec, **TINY, critic_hidden_sizes=(8,), num_critics=2)
-    team = members.over_grid(qam, (0, 1))
-    said = []
-    states = runs.adopter(qam, 'bc', tmp_path / 'run', said.append)(members.init_states(qam, team), team)
-    assert equal(states.params['tuned'], result.state.params['base'])
-    wide = agents.make('qam', spec, **{**TINY, 'hidden_sizes': (9,)}, critic_hidden_sizes=(8,), num_critics=2)
-    with pytest.raises(ValueError, match='other shapes'):
-        runs.adopter(wide, 'bc', tmp_path / 'run')(members.init_states(wide, team), team)
-    with pytest.raises(ValueError, match='is not a run folder'):
-        training.load(tmp_path)
-    with pytest.raises(ValueError, match='RUN@STEP'):
-        training.load(f'{tmp_path / "run"}@last')
