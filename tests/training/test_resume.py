@@ -76,28 +76,41 @@ def assert_equal_runs(ours, theirs):
         np.testing.assert_array_equal(values, other_rows[name], err_msg=name)
 
 
-def kill_and_resume(start, folder, kind, kills, seed):
-    """Kills soon after the rows of a random update, which is while something is computed, evaluated or saved; then lets the run end."""
-    moments = random.Random(seed)
-    for target in sorted(moments.randrange(UPDATES[kind] - 20) for _ in range(kills)):
+def kill_and_resume(start, parent, whole, kind, kills, seed):
+    """Kills soon after something new is on the disk, which is while something is computed, evaluated or saved.
+
+    A run that reaches its end first is compared with the uninterrupted one, and the next kills meet a fresh run; so is the last run.
+    """
+    moments, killed, number = random.Random(seed), 0, 0
+    while killed < kills:
+        folder = parent / f'run_{number}'
         process = start(kind, folder, UPDATES[kind])
-        while last_update(folder) < target and process.poll() is None:
-            time.sleep(0.005)
-        time.sleep(moments.uniform(0, 0.1))
+        for _ in range(moments.randrange(1, 6)):
+            before = signature(folder)
+            while signature(folder) == before and process.poll() is None:
+                time.sleep(0.002)
+        time.sleep(moments.uniform(0, 0.05))
         process.send_signal(signal.SIGKILL)
         output, _ = process.communicate(timeout=240)
-        assert process.returncode in (-signal.SIGKILL, 0), output  # 0: it had just ended
-    return finish(start(kind, folder, UPDATES[kind]))
+        assert process.returncode in (-signal.SIGKILL, 0), output
+        if process.returncode == 0:
+            assert_equal_runs(folder, whole(kind))
+            number += 1
+        else:
+            killed += 1
+    finish(start(kind, parent / f'run_{number}', UPDATES[kind]))
+    assert_equal_runs(parent / f'run_{number}', whole(kind))
 
 
-def last_update(folder):
-    return logger.read(folder)['update'].max(initial=-1) if (folder / logger.CSV).exists() else -1
+def signature(folder):
+    """What a start of the run changes: its rows and its checkpoints, whole or not."""
+    rows = folder / logger.CSV
+    return rows.stat().st_mtime_ns if rows.exists() else 0, sorted(path.name for path in (folder / 'checkpoints').glob('*'))
 
 
 @pytest.mark.parametrize('kind', list(UPDATES))
 def test_two_kills(start, whole, tmp_path, kind):
-    kill_and_resume(start, tmp_path / 'run', kind, kills=2, seed=len(kind))
-    assert_equal_runs(tmp_path / 'run', whole(kind))
+    kill_and_resume(start, tmp_path, whole, kind, kills=2, seed=len(kind))
 
 
 @pytest.mark.slow
@@ -105,8 +118,7 @@ def test_two_kills(start, whole, tmp_path, kind):
 @pytest.mark.timeout(3000)
 def test_many_kills(start, whole, tmp_path, kind):
     """17 + 17 + 16 kills."""
-    kill_and_resume(start, tmp_path / 'run', kind, kills={'offline': 17, 'device': 17, 'host': 16}[kind], seed=0)
-    assert_equal_runs(tmp_path / 'run', whole(kind))
+    kill_and_resume(start, tmp_path, whole, kind, kills={'offline': 17, 'device': 17, 'host': 16}[kind], seed=0)
 
 
 def test_a_longer_run_is_an_extended_one(start, whole, tmp_path):
