@@ -97,7 +97,7 @@ def make_with_temperature(config: BaseConfig, spec, temperature: Temperature) ->
 
     Modes of the policy: 'eval' and 'explore' draw from the tuned flow, 'base' from the clone that the trust region is centred on (target
     base), 'base_best' picks the best of `base_candidates` draws of that clone under the critic's mean.
-    `init.bc` starts base, target base and tuned from the clone of a bc_flow run; before it, path KL is exactly 0 in no run but that one.
+    `init.bc` starts base, target base and tuned from the clone of a bc_flow run; the path KL is 0 there.
     """
     network = velocity_network(config, spec)
     critic_module = EnsembleCritic(config.num_critics, config.critic_hidden_sizes)

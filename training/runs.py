@@ -45,6 +45,8 @@ def read_dataset(path: str | Path, env_name: str, spec: Spec | None = None) -> D
             f'{path} has observations {shapes[0]} and actions {shapes[1]}, but {env_name} has '
             f'{spec.observations.shape} and {spec.actions.shape}: it was recorded in another environment'
         )
+    if ('rewards' in arrays) != ('masks' in arrays):
+        raise ValueError(f'{path} has only one of rewards and masks: store both, or neither to take those of {env_name}')
     if 'rewards' not in arrays:
         arrays['rewards'], arrays['masks'] = envs.relabel(env_name, arrays)
     extras = {name: arrays[name] for name in ('qpos', 'qvel', 'button_states') if name in arrays}
