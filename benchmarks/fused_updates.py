@@ -22,7 +22,7 @@ SIZES = {'hidden_sizes': (64, 64), 'critic_hidden_sizes': (64, 64), 'num_critics
 def run(peer: Path | None) -> dict[str, Any]:
     """Seconds per update both ways, interleaved, median of REPEATS. `peer` is not used: both sides are ours."""
     if peer is not None:
-        raise ValueError('benchmark scan compares two ways of running our own code: leave out --peer')
+        raise ValueError('benchmark fused_updates compares two ways of running our own code: leave out --peer')
     random = np.random.default_rng(0)
     rows = 1001 * 10
     dataset = from_trajectories(

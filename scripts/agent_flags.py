@@ -20,6 +20,8 @@ FOREIGN = {
     'num_steps': 'num_updates',
     'num_timesteps': 'num_env_steps',
     'seeds': 'num_seeds',
+    'seed_num': 'num_seeds',
+    'buffer_size': 'replay_capacity',
     'eval_freq': 'eval_interval',
     'save_interval': 'checkpoint_interval',
     'restore_path': 'init.bc',
@@ -30,10 +32,13 @@ def value_of(argv: Sequence[str], name: str) -> str | None:
     """The last value of --name=VALUE or --name VALUE on a command line, before any flags are defined."""
     found = None
     for index, argument in enumerate(argv):
-        if argument == f'--{name}' and index + 1 < len(argv):
+        flag, equals, value = argument.partition('=')
+        if flag not in (f'--{name}', f'-{name}'):  # absl takes both
+            continue
+        if equals:
+            found = value
+        elif index + 1 < len(argv):
             found = argv[index + 1]
-        elif argument.startswith(f'--{name}='):
-            found = argument.split('=', 1)[1]
     return found
 
 
@@ -63,7 +68,7 @@ def define(argv: Sequence[str]) -> None:
         if flag.startswith('init.'):
             if flag not in flags.FLAGS:
                 flags.DEFINE_string(flag, None, 'run whose networks this one starts from, RUN or RUN@STEP')
-        elif argument.startswith('--') and flag not in flags.FLAGS:
+        elif argument.startswith('-') and flag not in flags.FLAGS:
             _explain(flag, [field.name for field in fields])
 
 
@@ -99,6 +104,8 @@ def grid(name: str) -> dict[str, tuple[float, ...]]:
     for field in dataclasses.fields(registry.module(name).Config):
         text = flags.FLAGS[f'grid.{field.name}'].value if field.metadata['sweep'] else None
         if text is not None:
+            if flags.FLAGS[f'agent.{field.name}'].value is not None:
+                raise ValueError(f'give --agent.{field.name} or --grid.{field.name}, not both')
             result[field.name] = tuple(parse(f'--grid.{field.name}', part, field.default) for part in text.split(','))
             for value in result[field.name]:
                 registry.config(name, **{field.name: value})

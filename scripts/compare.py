@@ -24,7 +24,7 @@ METRIC = flags.DEFINE_string('metric', None, 'Metric of the summaries; eval/succ
 def entries(paths: list[str], metric: str | None) -> tuple[str, dict[str, tuple[list[int], np.ndarray]]]:
     """The metric, and {label: (seeds, score per seed)} for every setting of every run."""
     found: dict[str, tuple[list[int], np.ndarray]] = {}
-    for path in paths:
+    for name, path in zip(plots.labels(paths), paths, strict=True):
         folder.read_config(path)
         if not (Path(path) / 'summary.json').exists():
             raise ValueError(f'{path} has no summary.json: the run is not finished; continue it with --resume')
@@ -33,7 +33,7 @@ def entries(paths: list[str], metric: str | None) -> tuple[str, dict[str, tuple[
         if metric not in summary['eval']:
             raise ValueError(f'{path} has no {metric}; it has {", ".join(summary["eval"]) or "no evaluation"}')
         for setting, values in summary['eval'][metric].items():
-            found[' '.join(part for part in (Path(path).name, setting) if part)] = (summary['seeds'], np.asarray(values['per_seed'], float))
+            found[' '.join(part for part in (name, setting) if part)] = (summary['seeds'], np.asarray(values['per_seed'], float))
     assert metric is not None
     return metric, found
 
@@ -41,6 +41,8 @@ def entries(paths: list[str], metric: str | None) -> tuple[str, dict[str, tuple[
 def main(argv: list[str]) -> None:
     if len(argv) < 2:
         raise ValueError('name the run folders to compare')
+    if not Path(OUT.value).resolve().parent.is_dir():
+        raise ValueError(f'--out={OUT.value}: its folder does not exist')
     metric, found = entries(argv[1:], METRIC.value)
     first, (first_seeds, first_scores) = next(iter(found.items()))
     print(f'{metric}: IQM [95% interval], worst seed; difference to {first!r} is paired by seed')

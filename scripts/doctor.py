@@ -63,12 +63,12 @@ def renderers() -> Iterator[tuple[str, str]]:
         'renderer.update_scene(mujoco.MjData(model)); renderer.render()'
     )
     for backend in ('egl', 'osmesa'):
-        done = subprocess.run([sys.executable, '-c', code], env={**os.environ, 'MUJOCO_GL': backend}, capture_output=True, timeout=120)
-        yield (
-            (OK, f'MUJOCO_GL={backend} renders')
-            if done.returncode == 0
-            else (WARN, f'MUJOCO_GL={backend} does not render: no videos with it')
-        )
+        environment = {**os.environ, 'MUJOCO_GL': backend}
+        try:
+            works = subprocess.run([sys.executable, '-c', code], env=environment, capture_output=True, timeout=120).returncode == 0
+        except subprocess.TimeoutExpired:
+            works = False
+        yield (OK, f'MUJOCO_GL={backend} renders') if works else (WARN, f'MUJOCO_GL={backend} does not render: no videos with it')
 
 
 def numbers() -> Iterator[tuple[str, str]]:

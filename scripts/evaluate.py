@@ -13,13 +13,16 @@ from scripts import startup
 startup.set_up_jax()
 
 import os
+import warnings
+from typing import Any
 
 import numpy as np
 from absl import flags
 
 import envs
 import training
-from training import folder, members, statistics, video
+from envs.types import Spec
+from training import folder, members, runs, statistics, video
 from training.evaluation import Evaluator, member_scores
 
 RUN = flags.DEFINE_string('run', None, 'Run folder, or RUN@STEP.')
@@ -36,22 +39,30 @@ def main(argv: list[str]) -> None:
         raise ValueError(f'unexpected argument {argv[1]!r}; options are written --name=value')
     if not RUN.value:
         raise ValueError('--run is missing')
+    path = Path(runs.split_step(RUN.value)[0])
+    out = Path(OUT.value) if OUT.value else path / 'evaluation.json'
+    if OUT.value and not out.resolve().parent.is_dir():
+        raise ValueError(f'--out={OUT.value}: its folder does not exist')
     run = training.load(RUN.value)
     env_name = ENV.value or run.config['env']
     team = run.members
+    diverged = runs.load_diverged(RUN.value, run.counter, len(team.seeds))
     evaluator = Evaluator(run.agent.policy, env_name, len(team.seeds), NUM_EPISODES.value, NUM_WORKERS.value)
     try:
+        _check_shapes(run.config, env_name, evaluator.env.spec)
+        evaluator.check(run.state, MODE.value)
         episodes = evaluator(run.state, members.seed_keys(team), run.counter, MODE.value)
     finally:
         evaluator.close()
     assert episodes is not None
-    scores = member_scores(episodes, np.zeros(len(team.seeds), bool), evaluator.env.spec.horizon)
+    scores = member_scores(episodes, diverged, evaluator.env.spec.horizon)
     result: dict = {
         'env': env_name,
         'mode': MODE.value,
         'updates': run.counter,
         'episodes': NUM_EPISODES.value,
         'seeds': team.seeds,
+        'diverged': diverged,
         'eval': {},
     }
     for name, values in scores.items():
@@ -61,14 +72,43 @@ def main(argv: list[str]) -> None:
             result['eval'].setdefault(name, {})[setting] = {'per_seed': chosen.tolist(), **summary}
             low, high = summary['ci95']
             print(f'{name:<10} {setting:<20} {summary["iqm"]:.3f} [{low:.3f}, {high:.3f}]  worst {summary["min"]:.3f}')
-    path = Path(RUN.value.partition('@')[0])
-    folder.write_json(Path(OUT.value) if OUT.value else path / 'evaluation.json', result)
+    if diverged.any():
+        print(f'{diverged.sum()} of {diverged.size} members have diverged and count as the worst', file=sys.stderr)
+    folder.write_json(out, result)
     if VIDEO.value:
-        env = envs.make(env_name)
-        try:
-            print(video.record(run, env, MODE.value, path / 'video' / f'{MODE.value}.gif'))
-        except (RuntimeError, ImportError, OSError, AttributeError, NotImplementedError) as error:
-            print(f'no video: {" ".join(str(error).split())[:200]} (try MUJOCO_GL=egl or MUJOCO_GL=osmesa)', file=sys.stderr)
+        _record(run, env_name, path / 'video' / f'{MODE.value}.gif')
+
+
+def _check_shapes(config: dict, env_name: str, spec: Spec) -> None:
+    _, trained = runs.rebuild(config)
+    shapes = [(_shapes(task.observations), task.actions.shape) for task in (trained, spec)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f'--env={env_name} has observations {shapes[1][0]} and actions {shapes[1][1]}, but the run was trained on '
+            f'{shapes[0][0]} and {shapes[0][1]}: choose an environment of the same robot'
+        )
+
+
+def _shapes(observations: Any) -> Any:
+    """Shape of observations, or {name: shape} of a dict of them."""
+    return {name: part.shape for name, part in observations.items()} if isinstance(observations, dict) else observations.shape
+
+
+def _record(run: runs.Loaded, env_name: str, out: Path) -> None:
+    """Writes a video, or one line that says why there is none: a machine without OpenGL has its scores already."""
+    import mujoco
+
+    fatal = mujoco.FatalError  # pyright: ignore[reportAttributeAccessIssue]
+    env = envs.make(env_name)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # GLFW warns of the missing display before MuJoCo gives up
+            print(video.record(run, env, MODE.value, out))
+    except (ValueError, RuntimeError, ImportError, OSError, AttributeError, NotImplementedError, fatal) as error:
+        print(f'no video: {" ".join(str(error).split())[:200]} (try MUJOCO_GL=egl or MUJOCO_GL=osmesa)', file=sys.stderr)
+    finally:
+        if not env.on_device:
+            env.close()
 
 
 if __name__ == '__main__':

@@ -24,7 +24,7 @@ import envs
 import training
 from agents.types import Agent, Stage
 from scripts import agent_flags
-from training import folder, members, plots, runs
+from training import folder, logger, members, plots, runs
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string('agent', None, 'Name of an agent, or agents/NAME.py; its fields are --agent.FIELD (see --agent=NAME --helpfull).')
@@ -158,9 +158,14 @@ def execute(job: Job, resume: bool, overwrite: bool, out: str) -> training.Resul
     finally:
         if env is not None and not env.on_device:
             env.close()
-    if not result.stopped:
+    if not result.stopped and has_curve(out):
         plots.curve(out)
     return result
+
+
+def has_curve(out: str) -> bool:
+    """Whether the run has logged anything: one without updates and evaluation has not."""
+    return (Path(out).expanduser() / logger.CSV).exists()
 
 
 def table(summary: dict[str, Any]) -> str:
@@ -183,7 +188,8 @@ def main(argv: list[str]) -> None:
     print(table(result.summary))
     if result.stopped:
         return
-    print(f'{result.summary["updates_per_second"]:.1f} updates/s; {FLAGS.out}/curve.png, {FLAGS.out}/summary.json')
+    files = ['curve.png'] * has_curve(FLAGS.out) + ['summary.json']
+    print(f'{result.summary["updates_per_second"]:.1f} updates/s; {", ".join(str(Path(FLAGS.out) / file) for file in files)}')
 
 
 if __name__ == '__main__':

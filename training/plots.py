@@ -1,5 +1,6 @@
 """Pictures of runs. Matplotlib is imported when one is drawn."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,19 @@ def curve(run: str | Path, out: str | Path | None = None) -> Path:
     return compare([run], out or Path(run) / 'curve.png')
 
 
+def labels(run_folders: Sequence[str | Path]) -> list[str]:
+    """A name for each run: the last part of its path, or the whole path as given where two would be called the same.
+
+    Raises ValueError for a folder given twice.
+    """
+    paths = [os.path.realpath(run) for run in run_folders]
+    for index, path in enumerate(paths):
+        if path in paths[:index]:
+            raise ValueError(f'{run_folders[index]} is given twice: name each run once')
+    names = [os.path.basename(os.path.abspath(run)) for run in run_folders]
+    return [name if names.count(name) == 1 else str(run) for name, run in zip(names, run_folders, strict=True)]
+
+
 def compare(run_folders: Sequence[str | Path], out: str | Path) -> Path:
     """Draws several runs into one figure; returns the file."""
     import matplotlib
@@ -33,7 +47,7 @@ def compare(run_folders: Sequence[str | Path], out: str | Path) -> Path:
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
 
-    tables = {Path(run).name: logger.read(run) for run in run_folders}
+    tables = {label: logger.read(run) for label, run in zip(labels(run_folders), run_folders, strict=True)}
     panels = [(name, label) for name, label in PANELS if any(_points(table, name) is not None for table in tables.values())]
     if any(name == 'eval/success' for name, _ in panels):
         panels = [panel for panel in panels if panel[0] != 'eval/return']

@@ -104,6 +104,23 @@ def _float_bounds(fields: Mapping[str, Any], is_dict: bool) -> dict[str, Any]:
     return {**fields, 'minimum': float(fields['minimum']), 'maximum': float(fields['maximum'])}
 
 
+def split_step(run: str | Path) -> tuple[str, int | None]:
+    """The folder and the step that RUN or RUN@STEP names (None: the newest). Raises ValueError for a step that is no number."""
+    path, _, at = str(run).rpartition('@')
+    if not path or '/' in at or Path(run).is_dir():  # a folder may have an @ in its name
+        return str(run), None
+    if not at.isdigit():
+        raise ValueError(f'cannot read the step of {run!r}: write RUN@STEP')
+    return path, int(at)
+
+
+def load_diverged(run: str | Path, counter: int, num_members: int) -> np.ndarray:
+    """Which members had diverged, and were frozen, at the checkpoint of `counter` updates: bool [R]. Raises ValueError as `load` does."""
+    template = jax.ShapeDtypeStruct((num_members,), jnp.bool_)
+    path, _ = split_step(run)
+    return np.asarray(Checkpoints(Path(path) / 'checkpoints').restore(template, counter, part="['carry'].health.diverged")[1])
+
+
 class Loaded(NamedTuple):
     """A trained run."""
 
@@ -121,13 +138,8 @@ def load(run: str | Path, step: int | None = None) -> Loaded:
 
     Raises ValueError (one line) if there is no such run or checkpoint, or if it does not fit the agent of its config.
     """
-    path, _, at = str(run).rpartition('@')
-    if not path or '/' in at or Path(run).is_dir():  # a folder may have an @ in its name
-        path, at = str(run), ''
-    elif at or str(run).endswith('@'):
-        if not at.isdigit():
-            raise ValueError(f'cannot read the step of {run!r}: write RUN@STEP')
-        step = int(at)
+    path, named = split_step(run)
+    step = step if named is None else named
     config = folder.read_config(path)
     agent, _ = rebuild(config)
     team = members.over_grid(agent, config['seeds'], config.get('grid'))

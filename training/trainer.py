@@ -115,8 +115,8 @@ def fit(
         done = Checkpoints(Path(out).expanduser() / 'checkpoints').steps()[-1:]
         if done and done[0] > (total := sum(stage.count for stage in all_stages)):
             raise ValueError(f'{out} has done {done[0]} updates already: ask for at least as many, not {total}, or choose another folder')
-    run.prepare(prepare_states, replay_capacity, eval_env)
     try:
+        run.prepare(prepare_states, replay_capacity, eval_env)
         if out is None:
             return run.train(None)
         defining = {**(config or {}), 'control': dataclasses.asdict(run.control)}
@@ -214,6 +214,8 @@ class _Run:
                 raise ValueError('evaluation needs an environment: pass --env, or --eval_episodes=0')
             name, made = (eval_env, None) if isinstance(eval_env, str) else ('', eval_env)
             self.evaluator = Evaluator(agent.policy, name, len(self.team.seeds), control.eval_episodes, control.num_workers, made)
+            for mode in control.eval_modes:
+                self.evaluator.check(states, mode)
 
     # ---- the loop
 

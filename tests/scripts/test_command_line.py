@@ -100,6 +100,8 @@ BAD = [
     (['--agent=trqam', '--agent.lr=1'], '--agent.learning_rate'),
     (['--agent=trqam', '--lr=1'], '--agent.learning_rate'),
     (['--agent=trqam', '--env_name=x'], '--env'),
+    (['-agent=trqam', '--seed_num=3'], '--num_seeds'),
+    (['--agent=trqam', '--agent.tau=0.1', '--grid.tau=0.1,0.2', '--env=probe/line', '--out=OUT', '--num_updates=1'], 'not both'),
     (['--agent=trqam', '--agnet.x=1'], 'unknown flag'),
     (['--agent=trqam', '--agent.kl_budget=-1', '--env=probe/line', '--out=OUT', '--num_updates=1'], 'outside its range'),
     (['--agent=trqam', '--grid.kl_budget=1,-1', '--env=probe/line', '--out=OUT', '--num_updates=1'], 'outside its range'),
@@ -172,3 +174,72 @@ def test_doctor_is_content(tmp_path):
     assert 'FAIL' not in done.stdout
     assert 'loss after 20 updates' in done.stdout
     assert 'has the name of a Tether package' in done.stderr
+
+
+def test_single_dashes_reach_the_agent(folder):
+    """absl takes -agent=NAME too; the flags of its fields must be there then."""
+    done = script('train', '-agent', 'trqam', '-agent.kl_budget', '-1', '--env=probe/line', '--out=x', '--num_updates=1')
+    assert done.returncode == 2
+    assert 'kl_budget=-1.0 is outside its range' in done.stderr
+
+
+def test_a_run_that_logs_nothing_succeeds(folder):
+    done = train(folder, folder / 'nothing', '--num_updates=0', '--eval_episodes=0')
+    assert done.returncode == 0, done.stderr
+    assert 'curve.png' not in done.stdout
+    assert (folder / 'nothing' / 'summary.json').exists()
+
+
+def test_an_unknown_mode_is_refused_before_anything_is_written(folder):
+    sizes = ['--agent.critic_hidden_sizes=8', '--agent.num_critics=2']
+    options = ['--num_updates=1', '--eval_modes=bogus', '--eval_episodes=1', '--num_workers=0']
+    done = train(folder, folder / 'mode', *sizes, *options, agent='trqam')
+    assert done.returncode == 2, done.stderr
+    assert "mode 'bogus'" in done.stderr
+    assert not (folder / 'mode').exists()
+
+
+def test_evaluate_refuses_before_it_acts(folder):
+    for options, words in (
+        (['--env=probe/line'], 'was trained on (2,) and (2,)'),
+        ([f'--out={folder / "no" / "x.json"}'], 'folder does not exist'),
+    ):
+        done = script('evaluate', f'--run={folder / "bc"}', '--num_workers=0', *options)
+        assert done.returncode == 2, done.stderr
+        assert words in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+        assert done.stdout == ''
+    assert not (folder / 'bc' / 'evaluation.json').exists()
+
+
+@pytest.fixture(scope='module')
+def lines(folder):
+    """Two finished runs of a probe that are both called run, below a folder with an @ in its name."""
+    rows, last = np.zeros((22, 1), np.float32), np.isin(np.arange(22), (10, 21))
+    np.savez(folder / 'line.npz', observations=rows, actions=rows, rewards=rows[:, 0], masks=rows[:, 0] + 1, terminals=last)
+    for parent, rate in (('me@lab', '0.001'), ('other', '0.01')):
+        sizes = ['--agent.hidden_sizes=8', '--agent.batch_size=8', '--agent.flow_steps=2', f'--agent.learning_rate={rate}']
+        options = ['--env=probe/line', f'--dataset={folder / "line.npz"}', '--num_seeds=2', '--num_updates=2', '--eval_episodes=2']
+        done = script('train', '--agent=bc_flow', *sizes, *options, f'--out={folder / parent / "run"}')
+        assert done.returncode == 0, done.stderr
+    return folder / 'me@lab' / 'run', folder / 'other' / 'run'
+
+
+def test_runs_of_one_name_are_both_compared(lines):
+    compared = script('compare', *lines, f'--out={lines[0] / "compare.png"}')
+    assert compared.returncode == 0, compared.stderr
+    assert [compared.stdout.count(f'{path} ') for path in lines] == [1, 1]
+    assert compared.stdout.count('P(better)') == 1
+    twice = script('compare', lines[0], lines[0], f'--out={lines[0] / "twice.png"}')
+    assert twice.returncode == 2
+    assert 'given twice' in twice.stderr
+
+
+def test_evaluations_lie_beside_their_run_and_videos_that_fail_say_so(lines):
+    """The folder is me@lab/run, the video that of an environment on the device, which has no renderer."""
+    done = script('evaluate', f'--run={lines[0]}@2', '--num_episodes=1', '--num_workers=0', '--video')
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith('no video: environments on the device have no renderer')
+    assert len(done.stderr.strip().splitlines()) == 1
+    result = json.loads((lines[0] / 'evaluation.json').read_text())
+    assert result['diverged'] == [False, False]

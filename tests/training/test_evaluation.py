@@ -98,3 +98,19 @@ def test_success_counts_if_it_ever_was(dummies):
     starts = [np.random.default_rng(streams.start_seed(episode)).uniform(-1, 0) for episode in range(3)]
     expected = [int(np.floor((0.95 - start) / 0.1)) + 1 for start in starts]  # steps until x > 0.95
     np.testing.assert_array_equal(scores['length'], [expected] * 2)
+
+
+def test_a_mode_is_checked_without_a_step(dummies):
+    agent, states, _ = made(dummies, 4)
+
+    def plan(state, memory, timestep, key, mode):
+        if mode != 'eval':
+            raise ValueError(f'no mode {mode}')
+        return agent.policy.plan(state, memory, timestep, key, mode)
+
+    recorder = Recorder(envs.make('probe/line:horizon=10'), 2 * 3)
+    evaluator = Evaluator(agent.policy._replace(plan=plan), '', 2, 3, env=recorder)
+    evaluator.check(states, 'eval')
+    with pytest.raises(ValueError, match='no mode bogus'):
+        evaluator.check(states, 'bogus')
+    assert recorder.seeds == []

@@ -13,7 +13,7 @@ from agents.types import Stage
 from data import npz
 from data.dataset import from_trajectories, statistics
 from envs.types import ArraySpec, Spec
-from training import folder, members, runs
+from training import folder, loop, members, runs
 
 TINY = {'hidden_sizes': (8,), 'batch_size': 8, 'horizon_length': 2, 'flow_steps': 2}
 CRITIC = {'critic_hidden_sizes': (8,), 'num_critics': 2}
@@ -63,6 +63,16 @@ def test_a_spec_and_overrides_survive_json(run, spec):
     jax.tree.map(np.testing.assert_array_equal, rebuilt.statistics, spec.statistics)
     assert config['agent']['overrides']['hidden_sizes'] == [8]
     assert agent.hyper == run[1].hyper
+
+
+def test_who_diverged_is_read_from_the_checkpoint(run, tmp_path, dataset):
+    """One clone learns from NaN: every update is non-finite, so both members are frozen for good."""
+    path, agent, _ = run
+    assert runs.load_diverged(path, 2, 2).tolist() == [False, False]
+    assert runs.load_diverged(f'{path}@2', 4, 2).tolist() == [False, False]
+    broken = dataset._replace(actions=dataset.actions * np.nan)
+    training.fit(agent, broken, loop.MAX_SKIPPED, (0, 1), out=tmp_path / 'nan', announce=lambda message: None)
+    assert runs.load_diverged(tmp_path / 'nan', loop.MAX_SKIPPED, 2).tolist() == [True, True]
 
 
 def test_load_gives_the_same_actions(run, spec):
