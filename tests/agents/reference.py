@@ -81,16 +81,24 @@ def losses(params, frozen, targets, batch, noises, setting):
     return loss_q + loss_bc + loss_am, {'critic': loss_q, 'clone': loss_bc, 'matching': loss_am, 'kl': kl / chunk}
 
 
-def update(state, batch, noises, setting):
-    """(new params, new targets, loss terms) of one step from the first Adam moments, in float64."""
-    params, targets = state.params, state.target_params
+def update(params, targets, moments, batch, noises, setting):
+    """One step in float64. moments: (count of earlier steps, mu, nu) of Adam.
+
+    Returns (params, targets, mu, loss terms).
+    """
     (_, terms), grads = jax.value_and_grad(losses, has_aux=True)(params, params, targets, batch, noises, setting)
     norm = jnp.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(grads)))
-    grads = jax.tree.map(lambda leaf: leaf * jnp.minimum(1.0, 1.0 / norm), grads)
-    # Adam's first step: m / (1 - b1) = g and v / (1 - b2) = g^2
-    new = jax.tree.map(lambda p, g: p - setting['learning_rate'] * g / (jnp.sqrt(g**2) + 1e-8), params, grads)
+    grads = jax.tree.map(lambda leaf: leaf * jnp.minimum(1.0, setting['max_grad_norm'] / norm), grads)
+    count, mu, nu = moments
+    mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mu, grads)
+    nu = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, nu, grads)
+
+    def adam(param, m, v):
+        return param - setting['learning_rate'] * (m / (1 - 0.9 ** (count + 1))) / (jnp.sqrt(v / (1 - 0.999 ** (count + 1))) + 1e-8)
+
+    new = jax.tree.map(adam, params, mu, nu)
     moved = {
         name: jax.tree.map(lambda target, param: target * (1 - setting['tau']) + param * setting['tau'], targets[name], new[name])
         for name in targets
     }
-    return new, moved, {**terms, 'norm': norm}
+    return new, moved, mu, {**terms, 'norm': norm}

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import agents
@@ -62,6 +63,21 @@ def test_the_registry_knows_them():
 
 
 @pytest.mark.parametrize('name', NAMES)
+def test_shapes_of_the_start(built, name):
+    """First and last layers: observations 3; chunks of 2 actions of 2 entries; one flow time; two critics with one value."""
+    agent, init, _ = built[name]
+    state = init(jax.random.key(0), hyper_of(agent))
+    size = CHUNK * 2
+    expected = {'policy': ((3, 8), (8, 2)), 'base': ((3 + size + 1, 8), (8, size)), 'critic': ((2, 3 + size, 8), (2, 8, 1))}
+    expected['tuned'] = expected['base']
+    for tree in (state.params, getattr(state, 'target_params', {})):
+        for network, params in tree.items():
+            kernels = [leaf.shape for path, leaf in jax.tree.leaves_with_path(params) if 'kernel' in jax.tree_util.keystr(path)]
+            assert tuple(kernels) == expected[network]
+    assert {key: float(value) for key, value in state.hyper.items()} == pytest.approx(dict(agent.hyper))
+
+
+@pytest.mark.parametrize('name', NAMES)
 def test_update_keeps_shapes_and_changes_parameters(built, name):
     agent, init, update = built[name]
     state = init(jax.random.key(0), hyper_of(agent))
@@ -98,13 +114,17 @@ def test_seeds_under_vmap_and_in_a_scan_are_the_loop(built, name):
         close(jax.tree.map(lambda leaf, m=member: leaf[m], states.params), state.params, atol=2.1 * agent.hyper['learning_rate'])
 
 
-def test_jit_is_eager(built):
-    agent, init, update = built['template']
+@pytest.mark.parametrize('name', NAMES)
+def test_jit_is_eager(built, name):
+    agent, init, update = built[name]
     state = init(jax.random.key(0), hyper_of(agent))
-    close(
-        update(state, batch_for('template'), 0, jax.random.key(1)),
-        agent.phases['train'].update(state, batch_for('template'), 0, jax.random.key(1)),
-    )
+    arguments = (state, batch_for(name), 0, jax.random.key(1))
+    compiled, metrics = update(*arguments)
+    with jax.disable_jit():
+        eager, eager_metrics = agent.phases['train'].update(*arguments)
+    close(metrics, eager_metrics)
+    close(compiled.opt_state, eager.opt_state)  # the gradients, to rounding
+    close(compiled, eager, atol=2.1 * agent.hyper['learning_rate'])  # see above: Adam's first step is a sign
 
 
 # Values under which each field must show: bounds that bind, a clip that is exceeded.
@@ -122,14 +142,16 @@ CHANGED = {
 
 @pytest.mark.parametrize('name', NAMES)
 def test_every_sweepable_field_does_something(built, name):
-    """One vmapped program: member 0 has the defaults, each other member one changed field; after two updates all differ from member 0."""
+    """One vmapped program: the first and last members have the defaults, each other one changed field; after two updates all of them, but
+    not the last, differ from member 0."""
     agent, _, _ = built[name]
     fields = sorted(agent.hyper)
-    rows = {key: np.full(len(fields) + 1, value, np.float32) for key, value in agent.hyper.items()}
+    members = len(fields) + 2
+    rows = {key: np.full(members, value, np.float32) for key, value in agent.hyper.items()}
     for member, key in enumerate(fields, start=1):
         rows[key][member] = CHANGED.get(key, agent.hyper[key] * 1.5)
     if 'kl_clip' in rows:  # the clip binds only above budget * clip, and the initial fields are far apart: all members get a tiny budget
-        rows['kl_budget'] = np.where(np.arange(len(fields) + 1) == 1 + fields.index('kl_budget'), 2e-3, 1e-3).astype(np.float32)
+        rows['kl_budget'] = np.where(np.arange(members) == 1 + fields.index('kl_budget'), 2e-3, 1e-3).astype(np.float32)
 
     def train(hyper):
         state = agent.init(jax.random.key(0), hyper)
@@ -138,9 +160,9 @@ def test_every_sweepable_field_does_something(built, name):
         return {'state': state._replace(hyper={}), 'metrics': metrics}
 
     results = jax.jit(jax.vmap(train))({key: jnp.asarray(value) for key, value in rows.items()})
-    for member, key in enumerate(fields, start=1):
+    for member, key in enumerate([*fields, 'no field'], start=1):
         same = jax.tree.map(lambda leaf, m=member: bool((np.asarray(leaf[m]) == np.asarray(leaf[0])).all()), results)
-        assert not all(jax.tree.leaves(same)), f'{key} changes nothing'
+        assert all(jax.tree.leaves(same)) == (key == 'no field'), f'{key} changes the wrong thing'
 
 
 # For each static field a value that must give another program.
@@ -184,6 +206,7 @@ def test_every_static_field_changes_the_program(name):
         return str(jax.make_jaxpr(run)(jax.random.key(0)))
 
     plain = program()
+    assert program() == plain  # no addresses in the text
     for field in dataclasses.fields(agents.module(name).Config):
         if not field.metadata['sweep']:
             default = getattr(agents.config(name, **SIZES[name]), field.name)
@@ -214,6 +237,61 @@ def test_frozen_base_stays():
     assert set(state.params) == {'critic', 'tuned'}
     assert float(metrics['actor/clone_loss']) == 0
     jax.tree.map(np.testing.assert_array_equal, new.target_params['base'], state.target_params['base'])
+
+
+def test_trqam_is_qam_at_its_inverse_temperature(built):
+    """Equal networks, batch and key: matching loss at lambda = 3 * dual is lambda times QAM's at 1 / lambda; path KL ignores lambda."""
+    seen = []
+    qam, qam_init, qam_update = built['qam']
+    trqam, trqam_init, trqam_update = built['trqam']
+    for dual in (0.2, 1.0, 5.0):
+        tilted = qam_init(jax.random.key(0), hyper_of(qam, inverse_temperature=1 / (3 * dual)))
+        bounded = trqam_init(jax.random.key(0), hyper_of(trqam, dual_init=dual))
+        _, one = qam_update(tilted, batch_for('qam'), 0, jax.random.key(1))
+        _, other = trqam_update(bounded, batch_for('qam'), 0, jax.random.key(1))
+        np.testing.assert_allclose(float(other['actor/matching_loss']), 3 * dual * float(one['actor/matching_loss']), rtol=1e-5)
+        seen += [float(one['actor/path_kl']), float(other['actor/path_kl'])]
+    np.testing.assert_allclose(seen, seen[0], rtol=1e-6)
+
+
+def test_clip_is_for_all_networks_or_for_each(built):
+    """Adam's first moment is a tenth of the clipped gradients: norm 0.1 * 1e-3 together, or 0.1 * 1e-3 in each of three networks."""
+    agent, init, update = built['qam']
+    each = agents.make('qam', SPEC, **SIZES['qam'], clip='per_net')
+    state = init(jax.random.key(0), hyper_of(agent, max_grad_norm=1e-3))
+    for step, expected_all, expected_each in ((update, 1e-4, None), (jax.jit(each.phases['train'].update), np.sqrt(3) * 1e-4, 1e-4)):
+        new, _ = step(state, batch_for('qam'), 0, jax.random.key(1))
+        norms = [float(optax.tree.norm(moment)) for moment in new.opt_state[0].mu.values()]
+        np.testing.assert_allclose(np.linalg.norm(norms), expected_all, rtol=1e-5)
+        if expected_each:
+            np.testing.assert_allclose(norms, expected_each, rtol=1e-5)
+
+
+def test_modes_of_the_policy(helper):
+    """'base' integrates target base, 'eval' with best_of_n = 3 the critic's favourite of tuned, 'base_best' its favourite of the base."""
+    reference = helper('agents/reference.py')
+    agent = agents.make('qam', SPEC, **SIZES['qam'], best_of_n=3, base_candidates=4)
+    state = agent.init(jax.random.key(0), hyper_of(agent))
+    state = state._replace(target_params=jax.tree.map(lambda leaf: leaf * 1.3, state.target_params))  # not the parameters
+    observations = jax.random.normal(jax.random.key(1), (5, 3))
+    for mode, candidates, flow in (
+        ('base', 1, state.target_params['base']),
+        ('base_best', 4, state.target_params['base']),
+        ('eval', 3, state.params['tuned']),
+        ('explore', 3, state.params['tuned']),
+    ):
+        plan, _ = agent.policy.plan(state, (), first_timestep(observations, (2,)), jax.random.key(2), mode)
+        noises = jax.random.normal(jax.random.key(2), (candidates, 5, CHUNK * 2))
+        with jax.numpy_rank_promotion('allow'):
+            draws, values = [], []
+            for actions in noises:
+                for k in range(3):
+                    actions = actions + reference.velocity(flow, observations, actions, k / 3) / 3
+                draws.append(np.clip(actions, -1, 1))
+                values.append(np.asarray(reference.critic(state.params['critic'], observations, draws[-1])).mean(0))
+        expected = np.stack(draws)[np.argmax(values, 0), np.arange(5)]
+        np.testing.assert_allclose(plan.actions.reshape(5, -1), expected, rtol=1e-4, atol=1e-5, err_msg=mode)
+        np.testing.assert_array_equal(plan.length, CHUNK)
 
 
 def test_targets_follow_the_new_parameters(built):
@@ -252,20 +330,33 @@ def test_a_wrapper_rebuilds_the_update(built):
 
 
 def test_invalid_rows_and_terminals(built):
-    """Rows that are not valid give no critic or clone loss; a true terminal removes the bootstrap."""
+    """Rows that are not valid give critic and clone no gradient; a true terminal removes the bootstrap."""
     agent, init, _ = built['qam']
     state = init(jax.random.key(0), hyper_of(agent))
     phase = agent.phases['train']
+    prepare = jax.jit(phase.prepare)
+
+    @jax.jit
+    def gradients(batch):
+        batches = phase.prepare(state, batch, jax.random.key(1))
+        return jax.grad(phase.loss, has_aux=True)(state.params, state, batches, jax.random.key(2))[0]
+
     batch = batch_for('qam')
-    batch['data']['valid'] = batch['data']['valid'].at[:, -1].set(0)
-    _, metrics = phase.loss(state.params, state, phase.prepare(state, batch, jax.random.key(1)), jax.random.key(2))
-    assert float(metrics['critic/loss']) == 0
-    assert float(metrics['actor/clone_loss']) == 0
+    batch['data']['valid'] = batch['data']['valid'].at[3:, -1].set(0)
+    before = gradients(batch)
+    for part, row in (('actions', 5), ('rewards', 6), ('actions', 1), ('rewards', 2)):
+        changed = {'data': {**batch['data'], part: batch['data'][part].at[row].add(0.3)}}
+        after = gradients(changed)
+        for network in ('critic', 'base'):
+            same = all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), before[network], after[network])))
+            assert same == (row >= 3 or (network == 'base' and part == 'rewards')), (part, row, network)
+
     batch = batch_for('qam')
     batch['data']['masks'] = batch['data']['masks'].at[:, 1].set(0)
-    targets = phase.prepare(state, batch, jax.random.key(1))['targets']['td']
     rewards = batch['data']['rewards']
-    np.testing.assert_allclose(targets, rewards[:, 0] + 0.99 * rewards[:, 1], rtol=1e-5)
+    expected = rewards[:, 0] + 0.99 * rewards[:, 1]
+    np.testing.assert_allclose(prepare(state, batch, jax.random.key(1))['targets']['td'], expected, rtol=1e-5)
+    assert (np.abs(prepare(state, batch_for('qam'), jax.random.key(1))['targets']['td'] - expected) > 1e-4).all()
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -279,9 +370,10 @@ def test_no_key_is_used_twice(name):
 
 def test_one_action_entry_and_one_row():
     spec = SPEC._replace(actions=ArraySpec((1,), -1, 1))
-    agent = agents.make('trqam', spec, **{**SIZES['trqam'], 'horizon_length': CHUNK})
+    agent = agents.make('trqam', spec, **{**SIZES['trqam'], 'horizon_length': 1})
     state = agent.init(jax.random.key(0), hyper_of(agent))
-    _, metrics = jax.jit(agent.phases['train'].update)(state, batch_for('trqam', rows=1, action_size=1), 0, jax.random.key(1))
+    batch = jax.tree.map(lambda leaf: leaf[:, :1], batch_for('trqam', rows=1, action_size=1))
+    _, metrics = jax.jit(agent.phases['train'].update)(state, batch, 0, jax.random.key(1))
     assert np.isfinite(float(metrics['grad/norm']))
 
 

@@ -5,7 +5,11 @@ Their `agent.update` ran unmodified, with `jax.random.normal` and `uniform` repl
 critics of 6 and 5 units, QAM's inverse temperature 3, everything else at its default.
 
 Two of their habits need a flag here: targets follow the old parameters (`stale_targets`), rewards behind a goal count inside a chunk
-(`count_after_terminal`). Not compared: their 'grad/norm', which is the L1 norm of the tensors' norms.
+(`count_after_terminal`). Differences that these numbers cannot show:
+- they draw x_0 and the step noises of the path from one key, twice; here from two keys. Both sides get the injected noises;
+- their Adam also runs over the target networks, whose gradients are 0; here over what trains. The clipped norm is the same;
+- their samplers give cumulated rewards and running masks, which were made from our batch with their formula;
+- their 'grad/norm' is the sum of the tensors' norms, ours the norm of all: MOMENTS compares the gradients themselves.
 """
 
 import jax
@@ -53,6 +57,23 @@ CHANGES = {
         'tuned': (0.0031889749225229025, -0.001499958336353302),
     },
 }
+# norm and sum of Adam's first moment, which is 0.1 times the clipped gradient (the first step itself shows only its sign)
+MOMENTS = {
+    'qam': {
+        'critic': (0.02006436325609684, 0.002148266416043043),
+        'base': (0.003422228619456291, -0.001179160550236702),
+        'tuned': (0.09790664166212082, 0.055967532098293304),
+    },
+    'trqam': {
+        'critic': (0.00994165614247322, 0.0010508955456316471),
+        'base': (0.0016897846944630146, -0.0005822310922667384),
+        'tuned': (0.09949024766683578, -0.012394150719046593),
+    },
+}
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
 @pytest.mark.parametrize('name', ['qam', 'trqam'])
@@ -80,7 +101,11 @@ def test_official_update(helper, name):
     changes = {key: (new.params[part], params[part]) for key, part in pairs.items()}
     changes |= {f'target {part}': (new.target_params[part], targets[part]) for part in ('critic', 'base')}
     for key, (after, before) in changes.items():
-        difference = np.concatenate([np.ravel(a - b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)])
+        difference = flat(after) - flat(before)
         norm, total = CHANGES[name][key]
         np.testing.assert_allclose(np.linalg.norm(difference), norm, rtol=1e-4, err_msg=key)
         np.testing.assert_allclose(difference.sum(), total, atol=2e-6, err_msg=key)
+    for key, (norm, total) in MOMENTS[name].items():
+        moment = flat(new.opt_state[0].mu[key])
+        np.testing.assert_allclose(np.linalg.norm(moment), norm, rtol=1e-5, err_msg=key)
+        np.testing.assert_allclose(moment.sum(), total, atol=1e-5 * norm, err_msg=key)
