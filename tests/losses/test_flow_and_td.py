@@ -29,7 +29,7 @@ def test_euler_by_hand():
 def test_chunk_return_by_hand():
     """discount 0.5: row 0 runs through, -1 - 0.5 - 0.25; row 1 ends truly after its second step, -1 + 0; row 2 is cut after its first."""
     rewards = jnp.array([[-1.0, -1.0, -1.0], [-1.0, 0.0, -1.0], [-1.0, 0.0, 0.0]])
-    masks = jnp.array([[1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [1.0, 1.0, 1.0]])
+    masks = jnp.array([[1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [1.0, 0.0, 1.0]])  # the 0 of row 2 is of another episode: it ends nothing
     valid = jnp.array([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
     returns, alive = chunk_return(rewards, masks, valid, jnp.float32(0.5))
     np.testing.assert_allclose(returns, [-1.75, -1.0, -1.0])
