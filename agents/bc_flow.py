@@ -64,16 +64,21 @@ def velocity_network(config: Any, spec: Any) -> VelocityNetwork:
     return VelocityNetwork(encode, init, field, action_size)
 
 
-def chunk_policy(config: Any, spec: Any, sample: Callable) -> Policy:
-    """A policy without memory that executes whole chunks. sample: (state, observations [E, O], key, mode) -> [E, H * A]."""
+def chunk_policy(config: Any, spec: Any, sample: Callable, modes: tuple[str, ...] = ('eval', 'explore')) -> Policy:
+    """A policy without memory that executes whole chunks. sample: (state, observations [E, O], key, mode) -> [E, H * A].
+
+    Raises ValueError for a mode that is not in `modes`.
+    """
 
     def plan(state, memory, timestep, key, mode):
+        if mode not in modes:
+            raise ValueError(f'mode {mode!r} of the policy: choose {", ".join(modes)}')
         actions = sample(state, timestep.observation, key, mode)
         num_envs = actions.shape[0]
         chunks = actions.reshape(num_envs, config.horizon_length, *spec.actions.shape)
         return Plan(chunks, jnp.full(num_envs, config.horizon_length, jnp.int32), {}), memory
 
-    return Policy(config.horizon_length, lambda state, num_envs: (), lambda state, memory, timestep: memory, plan)
+    return Policy(config.horizon_length, lambda state, num_envs: (), lambda state, memory, timestep: memory, plan, modes=modes)
 
 
 def flat_chunks(batch: dict) -> jax.Array:

@@ -29,7 +29,7 @@ from losses.temporal_difference import chunk_return, ensemble_loss, pessimistic_
 from networks import EnsembleCritic
 from optimizers import adam_init, gradient_step, move_towards
 
-MODES = ('eval', 'explore', 'base', 'base_best')
+MODES = ('eval', 'explore', 'base', 'base_best')  # of the policy, see make_with_temperature
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,8 +210,6 @@ def make_with_temperature(config: BaseConfig, spec, temperature: Temperature) ->
         return update
 
     def sample(state, observations, key, mode):
-        if mode not in MODES:
-            raise ValueError(f'mode {mode!r} of the policy: choose {", ".join(MODES)}')
         features = network.encode(observations)
         candidates = {'base': 1, 'base_best': config.base_candidates}.get(mode, config.best_of_n)
         velocity_params = state.target_params['base'] if mode in ('base', 'base_best') else state.params['tuned']
@@ -224,7 +222,7 @@ def make_with_temperature(config: BaseConfig, spec, temperature: Temperature) ->
         return state._replace(params=params, target_params={**state.target_params, 'base': clone}, opt_state=adam_init(params))
 
     train = Phase({'data': Need('chunks', config.batch_size, config.horizon_length)}, build(loss), loss, prepare, build)
-    return Agent(init, {'train': train}, chunk_policy(config, spec, sample), {'bc': adopt_clone}, hyper(config))
+    return Agent(init, {'train': train}, chunk_policy(config, spec, sample, MODES), {'bc': adopt_clone}, hyper(config))
 
 
 def _along(network, params, features, states):

@@ -45,6 +45,7 @@ class Policy(NamedTuple):
     plan: Callable  # (state, memory, timestep, key, mode) -> (Plan, memory); consumes the key
     routes: Mapping[str, Callable] | None = None  # alternatives to plan for dispatch on the host; route i gets fold_in(key, i)
     route: Callable | None = None  # (state, memory, timestep) -> int32 [E]; plan == select(routes, route)
+    modes: tuple[str, ...] = ('eval', 'explore')  # what `mode` may be; training refuses others before it acts
 
 
 class Agent(NamedTuple):

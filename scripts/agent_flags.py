@@ -42,17 +42,22 @@ def value_of(argv: Sequence[str], name: str) -> str | None:
     return found
 
 
+def import_own(argv: Sequence[str]) -> None:
+    """Imports the module that --import=MODULE names, which registers a user's own agents and environments. Raises ValueError."""
+    module = value_of(argv, 'import')
+    if module:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ValueError(f'--import={module}: {error}; the module must be on the path (PYTHONPATH) and call agents.register') from error
+
+
 def define(argv: Sequence[str]) -> None:
     """Defines the flags of the agent that a command line names, and answers names of other code bases.
 
     Raises ValueError (one line) for an unknown agent or a foreign or misspelt name.
     """
-    extra = value_of(argv, 'import')
-    if extra:
-        try:
-            importlib.import_module(extra)
-        except ImportError as error:
-            raise ValueError(f'--import={extra}: {error}; the module must be on the path (PYTHONPATH) and call agents.register') from error
+    import_own(argv)
     name = value_of(argv, 'agent')
     fields = list(dataclasses.fields(registry.module(name).Config)) if name else []
     for field in fields:

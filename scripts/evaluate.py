@@ -22,6 +22,7 @@ from absl import flags
 import envs
 import training
 from envs.types import Spec
+from scripts import agent_flags
 from training import folder, members, runs, statistics, video
 from training.evaluation import Evaluator, member_scores
 
@@ -31,6 +32,7 @@ MODE = flags.DEFINE_string('mode', 'eval', 'Mode of the policy.')
 ENV = flags.DEFINE_string('env', None, 'Another environment than that of the run.')
 NUM_WORKERS = flags.DEFINE_integer('num_workers', min(2, os.cpu_count() or 1), 'Processes that step the environment.', lower_bound=0)
 VIDEO = flags.DEFINE_bool('video', False, "Also write DIR/video/MODE.gif with the first member's first episode.")
+flags.DEFINE_string('import', None, 'Python module that registers an agent or environment of your own.')
 OUT = flags.DEFINE_string('out', None, 'Result file; DIR/evaluation.json if not given.')
 
 
@@ -43,6 +45,7 @@ def main(argv: list[str]) -> None:
     out = Path(OUT.value) if OUT.value else path / 'evaluation.json'
     if OUT.value and not out.resolve().parent.is_dir():
         raise ValueError(f'--out={OUT.value}: its folder does not exist')
+    agent_flags.import_own(sys.argv)
     run = training.load(RUN.value)
     env_name = ENV.value or run.config['env']
     team = run.members
@@ -50,7 +53,6 @@ def main(argv: list[str]) -> None:
     evaluator = Evaluator(run.agent.policy, env_name, len(team.seeds), NUM_EPISODES.value, NUM_WORKERS.value)
     try:
         _check_shapes(run.config, env_name, evaluator.env.spec)
-        evaluator.check(run.state, MODE.value)
         episodes = evaluator(run.state, members.seed_keys(team), run.counter, MODE.value)
     finally:
         evaluator.close()

@@ -4,15 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import envs
 from agents.types import Policy
-from envs.types import ArraySpec
 from training import streams
 from training.host import MAX_REPLANS, Actor, DeviceAsHost
-from training.rollout import first_timestep
 
 
 class Evaluator:
@@ -81,21 +78,6 @@ class Evaluator:
             block += 1
         self.network_calls = block
         return {name: values.reshape(self.num_members, self.num_episodes) for name, values in scores.items()}
-
-    def check(self, state: Any, mode: str) -> None:
-        """Lets the policy refuse a mode (ValueError) before anything is stepped: traces one plan, computes nothing."""
-
-        def plan(state):
-            observation = jax.tree.map(
-                lambda array: jnp.zeros((self.num_episodes, *array.shape), array.dtype),
-                self.env.spec.observations,
-                is_leaf=lambda node: isinstance(node, ArraySpec),
-            )
-            timestep = first_timestep(observation, self.env.spec.actions.shape)
-            memory = self._policy.observe(state, self._policy.init(state, self.num_episodes), timestep)
-            return self._policy.plan(state, memory, timestep, jax.random.key(0), mode)
-
-        jax.eval_shape(jax.vmap(plan), state)
 
     def close(self) -> None:
         """Ends the worker processes."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from agents.types import Policy
 from envs.types import DeviceEnv, HostStep, TimeStep
-from training.rollout import first_timestep, select
+from training.rollout import check_mode, first_timestep, select
 
 MAX_REPLANS = 8  # times that a plan of length 0 is asked for again at once
 
@@ -52,7 +52,8 @@ class Actor:
     """Runs one policy for R members in a block of R * E host environments. Keeps time steps and memories between blocks."""
 
     def __init__(self, policy: Policy, env: Any, num_members: int, mode: str):
-        self.policy, self.env, self.mode = policy, env, mode
+        check_mode(policy, mode)
+        self.policy, self.env = policy, env
         self.shape = (num_members, env.num_envs // num_members)
         if env.num_envs != num_members * self.shape[1]:
             raise ValueError(f'{env.num_envs} environments cannot be shared by {num_members} members evenly')
@@ -60,7 +61,7 @@ class Actor:
         self._observe = jax.jit(
             jax.vmap(lambda state, memory, timestep, where: select(where, policy.observe(state, memory, timestep), memory))
         )
-        self._split = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(0, None)))
+        self._attempt_keys = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(0, None)))
         self.timestep: Any = None
         self.memory: Any = None
         self.seen = np.zeros(env.num_envs, bool)  # slots whose time step the policy has observed
@@ -86,7 +87,7 @@ class Actor:
         timestep = self._by_member(self.timestep)
         actions, lengths, extras, asking = None, None, None, live
         for attempt in range(MAX_REPLANS):
-            plan, memory = self._plan(state, self.memory, timestep, self._split(keys, attempt))
+            plan, memory = self._plan(state, self.memory, timestep, self._attempt_keys(keys, attempt))
             mask = asking.reshape(self.shape)
             new = (np.asarray(plan.actions), np.asarray(plan.length), jax.tree.map(np.asarray, dict(plan.extras)))
             self.memory = memory if attempt == 0 and mask.all() else _choose(mask, memory, self.memory)

@@ -68,6 +68,8 @@ def check(agent: Agent, stages: list[Stage], sources: Sources) -> None:
                 )
             if need.kind == 'rollout' and need.source not in sources.envs:
                 raise ValueError(f'phase {stage.phase!r} acts in {need.source!r}, which is a dataset, not an environment')
+            if need.kind == 'rollout':
+                rollout.check_mode(agent.policy, need.mode)
             if need.kind == 'rollout' and need.length % agent.policy.horizon:
                 raise ValueError(f'a rollout of {need.length} control steps is not a multiple of the policy horizon {agent.policy.horizon}')
 
@@ -99,9 +101,7 @@ def plan_extras(agent: Agent, env: Any, state: Any, num_envs: int) -> dict[str, 
             env.spec.observations,
             is_leaf=lambda part: hasattr(part, 'minimum'),
         )
-        timestep = rollout.first_timestep(observations, env.spec.actions.shape)
-        memory = agent.policy.observe(state, agent.policy.init(state, num_envs), timestep)
-        return agent.policy.plan(state, memory, timestep, jax.random.key(0), 'explore')[0].extras
+        return rollout.first_plan(agent.policy, state, observations, env.spec.actions.shape).extras
 
     return {name: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype) for name, leaf in jax.eval_shape(plan, state).items()}
 

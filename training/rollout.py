@@ -39,6 +39,19 @@ def first_timestep(observation: Any, action_shape: tuple[int, ...]) -> TimeStep:
     return TimeStep(observation, zeros, zeros + 1, zeros, zeros == 0, jnp.zeros((num_envs, *action_shape)), observation)
 
 
+def first_plan(policy: Policy, state: Any, observations: Any, action_shape: tuple[int, ...]) -> Any:
+    """The plan of ONE member at the start of episodes, observations [E, ...], from a fixed key: for shapes and comparisons."""
+    timestep = first_timestep(observations, action_shape)
+    memory = policy.observe(state, policy.init(state, timestep.reward.shape[0]), timestep)
+    return policy.plan(state, memory, timestep, jax.random.key(0), 'eval')[0]
+
+
+def check_mode(policy: Policy, mode: str) -> None:
+    """Raises ValueError for a mode that the policy does not have."""
+    if mode not in policy.modes:
+        raise ValueError(f'mode {mode!r} of the policy: choose {", ".join(policy.modes)}')
+
+
 def start(env: DeviceEnv, policy: Policy, state: Any, seed_key: Array, source: str, num_envs: int) -> RolloutState:
     """Fresh episodes in `num_envs` copies of `env`."""
     episodes = jnp.zeros(num_envs, jnp.int32)

@@ -18,7 +18,7 @@ from envs.types import Spec, Statistics
 from envs.workers import pack_spec, unpack_spec
 from training import folder, members
 from training.checkpoints import Checkpoints
-from training.rollout import first_timestep
+from training.rollout import first_plan
 
 ACTION_MARGIN = 1e-5  # recorded actions are clipped to +-(1 - margin), so that none lies on the border of the box
 
@@ -205,13 +205,7 @@ def _difference(agent: Agent, states: Any, other: Loaded, source: Any) -> float:
 
 
 def _plans(agent: Agent, states: Any, observations: Any, spec: Spec) -> Any:
-    timestep = first_timestep(observations, spec.actions.shape)
-
-    def plan(state):
-        memory = agent.policy.observe(state, agent.policy.init(state, observations.shape[0]), timestep)
-        return agent.policy.plan(state, memory, timestep, jax.random.key(0), 'eval')[0].actions
-
-    return jax.jit(jax.vmap(plan))(states)
+    return jax.jit(jax.vmap(lambda state: first_plan(agent.policy, state, observations, spec.actions.shape).actions))(states)
 
 
 def run_config(

@@ -1,8 +1,6 @@
 """Runs an agent: stages of updates with evaluation, logging, checkpoints and exact resume. `scripts/train.py` and notebooks share it."""
 
 import dataclasses
-import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +12,11 @@ import numpy as np
 
 from agents.types import Agent, Stage
 from data.types import Dataset
-from training import folder, logger, loop, members, statistics
+from training import folder, logger, loop, members, rollout, statistics
 from training.checkpoints import Checkpoints
 from training.collect import Collector
 from training.evaluation import Evaluator, member_scores
+from training.terminal import Progress, Signals
 
 MAX_UPDATES_PER_CALL = 500
 
@@ -141,31 +140,6 @@ class _Cursor(NamedTuple):
         return _Cursor(self.stage + (step >= count), 0 if step >= count else step, self.counter + updates)
 
 
-class _Signals:
-    """SIGTERM and SIGINT ask the run to save and stop; a second one ends the process at once."""
-
-    def __init__(self):
-        self.received: int | None = None
-        self._old: dict[int, Any] = {}
-
-    def __enter__(self) -> '_Signals':
-        try:
-            self._old = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
-        except ValueError:  # not the main thread: the owner of the process decides
-            self._old = {}
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: Any) -> None:
-        if self.received is not None:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        self.received = number
-
-
 class _Run:
     """One run of `fit`."""
 
@@ -215,7 +189,7 @@ class _Run:
             name, made = (eval_env, None) if isinstance(eval_env, str) else ('', eval_env)
             self.evaluator = Evaluator(agent.policy, name, len(self.team.seeds), control.eval_episodes, control.num_workers, made)
             for mode in control.eval_modes:
-                self.evaluator.check(states, mode)
+                rollout.check_mode(agent.policy, mode)
 
     # ---- the loop
 
@@ -227,7 +201,7 @@ class _Run:
         if opened and opened.resumed:
             cursor = self._restore(cursor)
         total = sum(stage.count for stage in self.stages)
-        with _Signals() as self.signals, _Progress(total, cursor.counter) as self.progress:
+        with Signals() as self.signals, Progress(total, cursor.counter) as self.progress:
             self._evaluate(cursor.counter)
             while cursor.stage < len(self.stages) and self.signals.received is None:
                 if self.stages[cursor.stage].count == 0:
@@ -443,36 +417,3 @@ def _has_scores(run: Path, update: int, mode: str) -> bool:
 def _headline(scores: Mapping[str, np.ndarray]) -> str:
     shown = [f'{name} {values.mean():.2f}' for name, values in scores.items() if name.endswith(('success', 'return'))]
     return ', '.join(shown)
-
-
-class _Progress:
-    """A bar on a terminal, plain lines elsewhere."""
-
-    def __init__(self, total: int, done: int):
-        from tqdm import tqdm
-
-        self._terminal = sys.stderr.isatty()
-        self._bar = tqdm(total=total, initial=done, unit='update', file=sys.stderr, dynamic_ncols=True, disable=not self._terminal)
-        self._done, self._total, self._first, self._began = done, total, done, time.monotonic()
-        self._spoke = time.monotonic()
-
-    def __enter__(self) -> '_Progress':
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._bar.close()
-
-    def update(self, updates: int) -> None:
-        self._done += updates
-        self._bar.update(updates)
-        if not self._terminal and time.monotonic() - self._spoke > 30:
-            self._spoke = time.monotonic()
-            rate = (self._done - self._first) / (self._spoke - self._began)
-            left = (self._total - self._done) / max(rate, 1e-9)
-            print(f'{self._done}/{self._total} updates, {rate:.1f}/s, about {left:.0f} s left', file=sys.stderr, flush=True)
-
-    def note(self, text: str) -> None:
-        """What is going on, beside the bar."""
-        self._bar.set_postfix_str(text)
-        if text and not self._terminal:
-            print(f'{self._done}/{self._total} updates: {text}', file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ import agents
 from training import Control, fit, folder, members, runs, statistics
 from training.evaluation import Evaluator, member_scores
 from training.logger import read as read_metrics
+from training.rollout import first_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITES = {
@@ -150,13 +151,13 @@ class Cells:
             modes = {'eval': name}
             if name == 'trqam':
                 modes['base_best'] = 'best_of_16'
+            num_members = len(run_of.members.seeds)
+            diverged = runs.load_diverged(self.out / folders[name], run_of.counter, num_members)
             for mode, label in modes.items():
-                evaluator = Evaluator(
-                    run_of.agent.policy, self.env_name.format(task), len(run_of.members.seeds), self.settings['episodes'], self.workers
-                )
+                evaluator = Evaluator(run_of.agent.policy, self.env_name.format(task), num_members, self.settings['episodes'], self.workers)
                 episodes = evaluator(run_of.state, members.seed_keys(run_of.members), run_of.counter, mode)
                 assert episodes is not None
-                means = member_scores(episodes, np.zeros(len(run_of.members.seeds), bool), evaluator.env.spec.horizon)
+                means = member_scores(episodes, diverged, evaluator.env.spec.horizon)
                 evaluator.close()
                 for setting in dict.fromkeys(run_of.members.settings):
                     chosen = np.asarray(run_of.members.settings) == setting
@@ -172,13 +173,13 @@ class Cells:
         rows = np.random.default_rng(0).choice(len(held_out.observations), 1000, replace=False)
         observations = jnp.asarray(np.asarray(held_out.observations)[rows])
         clone = loaded['bc']
-        reference = _actions(clone.agent, clone.state, observations)
+        reference = _actions(clone.agent, clone.state, observations, np.shape(held_out.actions)[1:])
         compared = {name: loaded[name] for name in ('bc_continued', 'qam', 'trqam')}
         if (self.out / 'task1/control/summary.json').exists() and task == 1:
             compared['control'] = runs.load(self.out / 'task1/control')
         drift = {}
         for name, run_of in compared.items():
-            actions = _actions(run_of.agent, run_of.state, observations)
+            actions = _actions(run_of.agent, run_of.state, observations, np.shape(held_out.actions)[1:])
             for setting in dict.fromkeys(run_of.members.settings):
                 chosen = np.asarray(run_of.members.settings) == setting
                 distance = np.sqrt(np.mean((actions[chosen] - reference) ** 2, axis=(2, 3))).mean(axis=1)
@@ -201,14 +202,10 @@ class Cells:
         return result
 
 
-def _actions(agent: Any, states: Any, observations: Any) -> np.ndarray:
+def _actions(agent: Any, states: Any, observations: Any, action_shape: tuple[int, ...]) -> np.ndarray:
     """Actions [R, N, H, A] of all members from the same noise."""
-    timestep = runs.first_timestep(observations, (1,))
-
-    def plan(state):
-        return agent.policy.plan(state, (), timestep, jax.random.key(0), 'eval')[0].actions
-
-    return np.asarray(jax.jit(jax.vmap(plan))(states))
+    plans = jax.jit(jax.vmap(lambda state: first_plan(agent.policy, state, observations, action_shape).actions))
+    return np.asarray(plans(states))
 
 
 def write_results(scale: str, settings: dict[str, Any], out: Path) -> None:

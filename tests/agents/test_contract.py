@@ -398,9 +398,10 @@ def test_wrong_fields_are_refused(overrides, message):
         agents.make('trqam', SPEC, **overrides)
 
 
-def test_an_unknown_mode_is_refused(built):
-    agent, init, _ = built['trqam']
-    with pytest.raises(ValueError, match='base_best'):
+@pytest.mark.parametrize(('name', 'modes'), [('bc_flow', 'eval, explore'), ('trqam', 'base_best')])
+def test_an_unknown_mode_is_refused(built, name, modes):
+    agent, init, _ = built[name]
+    with pytest.raises(ValueError, match=modes):
         agent.policy.plan(init(jax.random.key(0), hyper_of(agent)), (), first_timestep(jnp.zeros((2, 3)), (2,)), jax.random.key(0), 'bst')
 
 

@@ -243,3 +243,26 @@ def test_evaluations_lie_beside_their_run_and_videos_that_fail_say_so(lines):
     assert len(done.stderr.strip().splitlines()) == 1
     result = json.loads((lines[0] / 'evaluation.json').read_text())
     assert result['diverged'] == [False, False]
+
+
+OWN = """
+import sys
+import agents
+from agents import template
+from agents.template import Config, make
+agents.register('own_clone', sys.modules[__name__])
+"""
+
+
+def test_an_agent_of_ones_own_is_trained_and_evaluated(folder, tmp_path, monkeypatch):
+    (tmp_path / 'own_agent.py').write_text(OWN)
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path))
+    common = ['--import=own_agent', f'--env={MAZE}', f'--dataset={folder / "data.npz"}', f'--out={tmp_path / "run"}']
+    done = script('train', '--agent=own_clone', *common, '--num_updates=2', '--eval_episodes=0')
+    assert done.returncode == 0, done.stderr
+    options = [f'--run={tmp_path / "run"}', '--num_episodes=1', '--num_workers=0']
+    unknown = script('evaluate', *options)
+    assert unknown.returncode == 2
+    assert "unknown agent 'own_clone'" in unknown.stderr
+    evaluated = script('evaluate', *options, '--import=own_agent')
+    assert evaluated.returncode == 0, evaluated.stderr

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import envs
-from training import streams
+from agents.types import Stage
+from training import loop, streams
 from training.evaluation import Evaluator
 from training.host import DeviceAsHost
 
@@ -100,17 +101,18 @@ def test_success_counts_if_it_ever_was(dummies):
     np.testing.assert_array_equal(scores['length'], [expected] * 2)
 
 
-def test_a_mode_is_checked_without_a_step(dummies):
-    agent, states, _ = made(dummies, 4)
-
-    def plan(state, memory, timestep, key, mode):
-        if mode != 'eval':
-            raise ValueError(f'no mode {mode}')
-        return agent.policy.plan(state, memory, timestep, key, mode)
-
+def test_a_mode_that_the_policy_lacks_is_refused_before_a_step(dummies):
+    """By the evaluator, by a rollout's need, and by fit before it opens a folder; a policy says itself which modes it has."""
+    agent, states, keys = made(dummies, 4)
     recorder = Recorder(envs.make('probe/line:horizon=10'), 2 * 3)
-    evaluator = Evaluator(agent.policy._replace(plan=plan), '', 2, 3, env=recorder)
-    evaluator.check(states, 'eval')
-    with pytest.raises(ValueError, match='no mode bogus'):
-        evaluator.check(states, 'bogus')
+    evaluator = Evaluator(agent.policy, '', 2, 3, env=recorder)
+    with pytest.raises(ValueError, match='choose eval, explore'):
+        evaluator(states, keys, 0, 'bogus')
+    acts = agent.phases['train'].needs['fresh']._replace(mode='bogus')
+    phase = agent.phases['train']._replace(needs={'fresh': acts})
+    line = envs.make('probe/line')
+    with pytest.raises(ValueError, match='choose eval, explore'):
+        loop.check(agent._replace(phases={'train': phase}), [Stage('train', 1)], loop.Sources({}, {'env': line}))
+    own = Evaluator(agent.policy._replace(modes=('eval', 'bogus')), '', 2, 3, env=recorder)
     assert recorder.seeds == []
+    assert own(states, keys, 0, 'bogus') is not None

@@ -142,7 +142,7 @@ def test_a_signal_before_the_first_update(train, whole, tmp_path):
 
 def test_a_second_signal_ends_the_process_at_once():
     program = (
-        'import os, signal\nfrom training.trainer import _Signals\nwith _Signals() as signals:\n'
+        'import os, signal\nfrom training.terminal import Signals\nwith Signals() as signals:\n'
         '    os.kill(os.getpid(), signal.SIGTERM)\n    print(signals.received, flush=True)\n'
         '    os.kill(os.getpid(), signal.SIGTERM)\n    print("still here", flush=True)\n'
     )
