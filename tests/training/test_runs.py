@@ -11,20 +11,12 @@ import agents
 import training
 from agents.types import Stage
 from data import npz
-from data.dataset import from_trajectories, statistics
+from data.dataset import statistics
 from envs.types import ArraySpec, Spec
 from training import folder, loop, members, runs
 
 TINY = {'hidden_sizes': (8,), 'batch_size': 8, 'horizon_length': 2, 'flow_steps': 2}
 CRITIC = {'critic_hidden_sizes': (8,), 'num_critics': 2}
-
-
-@pytest.fixture(scope='module')
-def dataset():
-    random = np.random.default_rng(0)
-    rows = 6 * 21
-    observations, actions = random.uniform(-1, 1, (2, rows, 1)).astype(np.float32)
-    return from_trajectories(observations, actions, -np.ones(rows, np.float32), np.ones(rows, np.float32), np.full(6, 20))
 
 
 @pytest.fixture(scope='module')

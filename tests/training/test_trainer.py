@@ -11,21 +11,12 @@ import agents
 import envs
 import training
 from agents.types import Stage
-from data.dataset import from_trajectories
 from envs.types import ArraySpec, Spec
 from training import loop, members, streams
 
 SPEC = Spec(ArraySpec((1,)), ArraySpec((1,), -1, 1), 20)
 TINY = {'hidden_sizes': (8,), 'batch_size': 8, 'horizon_length': 2, 'flow_steps': 2}
 QUIET: dict[str, Any] = {'announce': lambda message: None}
-
-
-@pytest.fixture(scope='module')
-def dataset():
-    random = np.random.default_rng(0)
-    rows = 6 * 21
-    observations, actions = random.uniform(-1, 1, (2, rows, 1)).astype(np.float32)
-    return from_trajectories(observations, actions, -np.ones(rows, np.float32), np.ones(rows, np.float32), np.full(6, 20))
 
 
 @pytest.fixture(scope='module')
