@@ -111,9 +111,10 @@ def wait_until(condition, seconds=30.0):
 
 
 PARENT = """
-import sys, time
+import signal, sys, time
 import numpy as np
 import envs
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
 env = envs.make('probe/host-line', 4, num_workers=2)
 try:
     print(*(worker._process.pid for worker in env._workers), flush=True)
