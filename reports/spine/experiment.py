@@ -92,7 +92,7 @@ class Cells:
     def _train(
         self, name: str, task: int, overrides: dict, updates: int, path: Path, prepare: Any, grid: dict, eval_interval: int = 0
     ) -> Any:
-        """One compiled program; a finished one is only read."""
+        """One compiled program; a finished one is only read. Without an `eval_interval` nothing is evaluated here: `_scores` does, once."""
         if (path / 'summary.json').exists():
             return
         env_name = self.env_name.format(task)
@@ -103,8 +103,8 @@ class Cells:
         interval = max(updates // 4, 1)
         control = Control(
             log_interval=max(updates // 40, 1),
-            eval_interval=eval_interval or interval,
-            eval_episodes=self.settings['episodes'],
+            eval_interval=eval_interval,
+            eval_episodes=self.settings['episodes'] if eval_interval else 0,
             checkpoint_interval=interval,
             num_workers=self.workers,
         )
