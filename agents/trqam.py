@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from agents import qam
 from agents.fields import static, sweepable
 from agents.types import Agent
-from optimizers import init_dual, update_dual
+from optimizers import projected_dual_ascent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,10 @@ class Config(qam.BaseConfig):
 def make(config: Config, spec) -> Agent:
     """Modes of the policy and `init.bc`: as for QAM."""
 
-    def update(dual, hyper, path_kl, adjoint_energy):
-        dual, seen = update_dual(
-            dual,
-            path_kl,
+    def ascent(hyper):
+        return projected_dual_ascent(
             hyper['kl_budget'],
-            step_size=hyper['dual_step_size'],
+            hyper['dual_step_size'],
             decay=hyper['kl_decay'],
             clip=hyper['kl_clip'],
             minimum=hyper['dual_min'],
@@ -52,6 +50,9 @@ def make(config: Config, spec) -> Agent:
             space=config.dual_space,
             bias_correction=config.ema_bias_correction,
         )
+
+    def update(dual, hyper, path_kl, adjoint_energy):
+        dual, seen = ascent(hyper).update(dual, path_kl)
         return dual, {
             'dual/lambda': hyper['lambda_scale'] * dual.multiplier,
             'dual/kl_clipped': seen['clipped'],
@@ -61,7 +62,7 @@ def make(config: Config, spec) -> Agent:
         }
 
     temperature = qam.Temperature(
-        init=lambda hyper: init_dual(hyper['dual_init']),
+        init=lambda hyper: ascent(hyper).init(hyper['dual_init']),
         scales=lambda dual, hyper: (jnp.float32(1), hyper['lambda_scale'] * dual.multiplier),
         update=update,
     )

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from losses import distances
 from losses.flow_matching import Velocity
 
 
@@ -137,8 +138,8 @@ def path_kl(velocities: Array, base_velocities: Array) -> Array:
       base_velocities: v_b there, [T, B, A].
     """
     num_steps = velocities.shape[0]
-    weights = 2 / (num_steps * diffusion_squared(flow_times(num_steps, velocities.dtype), 1 / num_steps))
-    return jnp.sum(weights[:, None] * jnp.sum(jnp.square(velocities - base_velocities), axis=-1), axis=0)
+    variance = diffusion_squared(flow_times(num_steps, velocities.dtype), 1 / num_steps)
+    return distances.path_kl(2 * velocities, 2 * base_velocities, variance, 1 / num_steps)  # the drift is 2 v - x / (t + h)
 
 
 def adjoint_energy(adjoints: Array) -> Array:

@@ -13,7 +13,7 @@ import pytest
 
 from losses import adjoint_matching as am
 from losses.flow_matching import integrate_flow
-from optimizers import init_dual, update_dual
+from optimizers import projected_dual_ascent
 
 MEAN, STD, SLOPE = np.array([0.3, -0.2], np.float32), 0.5, np.array([0.6, -0.8], np.float32)  # m, s, c with |c| = 1
 EXACT = STD**2 / 2  # path KL at lambda = 1: 0.125
@@ -159,14 +159,14 @@ def test_dual_loop_finds_the_budget(space):
     budget, num_steps = jnp.float32(0.5), 200
     adjoint = adjoints(num_steps, 'published')
     variance = am.diffusion_squared(am.flow_times(num_steps), 1 / num_steps)[:, None, None]
-    rates: dict[str, Any] = {'decay': 0.9, 'clip': 2.0, 'minimum': 0.001, 'maximum': 100.0, 'step_size': 0.01}
+    ascent = projected_dual_ascent(budget, 0.01, decay=0.9, clip=2.0, minimum=0.001, maximum=100.0, space=space)
 
     def body(dual, _):
         shift = -variance / (2 * dual.multiplier) * adjoint  # the match for the present lambda
         measured = am.path_kl(shift, jnp.zeros_like(shift))[0]
-        return update_dual(dual, measured, budget, **rates, space=space)[0], measured
+        return ascent.update(dual, measured)[0], measured
 
-    dual, measured = jax.lax.scan(body, init_dual(jnp.float32(1)), None, 5000)
+    dual, measured = jax.lax.scan(body, ascent.init(1), None, 5000)
     assert abs(float(measured[-1]) / budget - 1) < 0.05
     assert abs(float(dual.multiplier) / (STD / np.sqrt(2 * budget)) - 1) < 0.05
 
