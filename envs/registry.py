@@ -15,7 +15,7 @@ from envs import workers
 #   names() -> identifiers without the family; canonical(identifier) -> the one of them that is meant (else ValueError);
 #   is_on_device(identifier); make(identifier, num_envs, options) -> DeviceEnv or HostEnv, refusing options without effect;
 #   and, if its datasets carry no rewards, relabel(identifier, arrays).
-_FAMILIES = {'ogbench': 'envs.ogbench', 'probe': 'envs.probes'}
+_FAMILIES = {'lqr': 'envs.lqr', 'ogbench': 'envs.ogbench', 'probe': 'envs.probes'}
 _REGISTERED: dict[str, 'Registered'] = {}
 
 
