@@ -46,7 +46,7 @@ class Config:
     estimator: str = static('sampled', 'how the gradient is estimated', choices=ESTIMATORS)
     proximal: str = static('mixture', 'which proximal teacher', choices=PROXIMAL)
     credit: str = static('immediate', 'which future rewards count', choices=CREDITS)
-    direction: str = static('reverse', 'of the analytic KL: reverse is KL(student || target)', choices=('reverse', 'forward'))
+    direction: str = static('reverse', 'of the analytic KL: reverse is KL(student, teacher)', choices=('reverse', 'forward'))
     aggregate: bool = static(False, 'analytic: learn from all states visited so far (needs a replay), not from the last rollout')
     normalize_advantages: bool = static(True, 'subtract the mean and divide by the standard deviation over the batch')
     rollout_length: int = static(16, 'control steps per environment and update', low=1)
@@ -102,7 +102,7 @@ def make(config: Config, spec) -> Agent:
         return target, jnp.mean(info.active.astype(jnp.float32))
 
     def prepare(state, batches, key):
-        """Everything that the passes over a rollout [E, T] share, as rows [N, ...]; the key only selects minibatches later on."""
+        """{'rows': what the loss takes of a rollout [E, T], as rows [N, ...], 'seen': metrics}. Draws nothing: the key is not used."""
         fresh = batches['states'] if config.aggregate else batches['fresh']
         old = distribution(state.params, fresh['observations'])
         teachers: Any = teacher.apply(state.teacher, fresh['observations'])
@@ -128,7 +128,7 @@ def make(config: Config, spec) -> Agent:
             rows = {**rows, 'actions': actions, 'log_prob': log_prob, 'advantages': advantages}
             seen = {**seen, 'distill/reward': jnp.mean(reward), 'distill/reward_min': jnp.min(reward)}
         batch_dims = fresh['valid'].ndim
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[batch_dims:]), rows), seen
+        return {'rows': jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[batch_dims:]), rows), 'seen': seen}
 
     def per_token(log_prob):
         """[..., A] -> [..., A] where each entry counts by itself, else their sum as [..., 1]."""
@@ -152,7 +152,8 @@ def make(config: Config, spec) -> Agent:
     def build(loss, transform=None):
         def update(state, batches, step, key):
             shuffle_key, loss_key = jax.random.split(key)
-            rows, seen = prepare(state, batches, None)
+            prepared = prepare(state, batches, None)
+            rows = prepared['rows']
             count = rows['valid'].shape[0]
             if count % config.num_minibatches:
                 raise ValueError(f'{count} states per update do not divide into num_minibatches={config.num_minibatches}')
@@ -166,7 +167,7 @@ def make(config: Config, spec) -> Agent:
             picks = orders.reshape(config.num_epochs * config.num_minibatches, -1)
             state, steps = jax.lax.scan(minibatch, state, (picks, jax.random.split(loss_key, picks.shape[0])))
             moved = gaussian_kl(*distribution(state.params, rows['observations']), *rows['old'])
-            return state, {**jax.tree.map(jnp.mean, steps), **seen, 'distill/kl_moved': jnp.mean(moved)}
+            return state, {**jax.tree.map(jnp.mean, steps), **prepared['seen'], 'distill/kl_moved': jnp.mean(moved)}
 
         return update
 

@@ -111,6 +111,7 @@ def make(name: str, num_envs: int = 1, num_workers: int = 0) -> Any:
           default task, and names of datasets (`...-navigate-singletask-task1-v0`) are accepted. Point mazes take
           `implementation=batched` (default) or `gym`, which give the same numbers.
         probe: tiny problems with known values, see `envs.probes`.
+        lqr: linear dynamics with quadratic costs, whose best policy is known, see `envs.lqr`.
       num_envs: E, the number of slots of a HostEnv; a DeviceEnv is one environment, which training vmaps.
       num_workers: over how many processes a HostEnv splits its slots (0: none, step in this process); no more than num_envs are
         started. The results are the same. Ignored by a DeviceEnv.

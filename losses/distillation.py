@@ -36,7 +36,8 @@ def distillation_returns(rewards: Array, ends: Array, credit: str, discount: Arr
     'immediate': r_k. 'discounted': r_k + discount * return_{k+1}.
     'mean_future' (TOP-D, equation 8): r_k + mean of r_j over j > k in the episode, without it at the last step.
 
-    The rewards of distillation are negative on average, so 'discounted' pays for ending an episode early; the other two do not add up.
+    The rewards of distillation are negative on average, so 'discounted' pays for ending an episode early, the more the longer it would be;
+    'mean_future' pays at most the mean of one reward for it, 'immediate' nothing.
 
     Args:
       rewards: [E, T, ...].

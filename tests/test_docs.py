@@ -170,22 +170,26 @@ def field_row(field):
     return [f'`{field.name}`', spelt(field.default), allowed, 'yes' if metadata['sweep'] else '', metadata['comment']]
 
 
-@pytest.mark.parametrize('name', ['bc_flow', 'qam', 'trqam'])
+@pytest.mark.parametrize('name', ['bc_flow', 'qam', 'topd', 'trqam'])
 def test_field_tables_are_the_configurations(name):
     expected = [field_row(field) for field in dataclasses.fields(agents.module(name).Config)]
     assert table(page(f'docs/{name}.md'), 'field') == expected, '\n'.join(f'| {" | ".join(row)} |' for row in expected)
 
 
-@pytest.mark.parametrize(('name', 'overrides'), [('bc_flow', SMALL), ('qam', SMALL | CRITIC), ('trqam', SMALL | CRITIC)])
+@pytest.mark.parametrize(
+    ('name', 'overrides'), [('bc_flow', SMALL), ('qam', SMALL | CRITIC), ('topd', {'num_minibatches': 2}), ('trqam', SMALL | CRITIC)]
+)
 def test_metric_tables_are_complete(name, overrides):
     agent = agents.make(name, SPEC, **overrides)
     rows = np.zeros((4, 2, 1), np.float32)
     names = ('observations', 'next_observations', 'actions')
-    batch = dict.fromkeys(names, rows) | dict.fromkeys(('rewards', 'masks', 'valid'), rows[..., 0])
+    batch: dict = dict.fromkeys(names, rows) | dict.fromkeys(('rewards', 'masks', 'truncations', 'valid'), rows[..., 0])
+    batch['extras'] = {'unsquashed': rows}
+    need = next(iter(agent.phases['train'].needs))
 
     def update(key):
         state = agent.init(key, {field: jnp.float32(value) for field, value in agent.hyper.items()})
-        return agent.phases['train'].update(state, {'data': jax.tree.map(jnp.asarray, batch)}, 0, key)[1]
+        return agent.phases['train'].update(state, {need: jax.tree.map(jnp.asarray, batch)}, 0, key)[1]
 
     assert set(unquoted([row[0] for row in table(page(f'docs/{name}.md'), 'metric')])) == set(jax.eval_shape(update, jax.random.key(0)))
 

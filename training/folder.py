@@ -361,17 +361,20 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 # ------------------------------------------------------------------------------------------------------------------ provenance
 
 
-def provenance() -> dict[str, Any]:
-    """Where numbers come from: versions (None: not installed), git commit and dirty flag (None: not a checkout), command line, machine."""
+def provenance(machine: bool = True) -> dict[str, Any]:
+    """Where numbers come from: versions (None: not installed), git commit and dirty flag (None: not a checkout), number of cores.
+
+    machine: also the command line and the operating system, which a published result leaves out.
+    """
     commit, dirty = _git_state(Path(__file__).resolve().parents[1])
+    local = {'command': list(sys.argv), 'platform': platform.platform()} if machine else {}
     return {
         'python': platform.python_version(),
         'versions': {name: _version(name) for name in PACKAGES},
         'git_commit': commit,
         'git_dirty': dirty,
-        'command': list(sys.argv),
-        'platform': platform.platform(),
         'cpu_count': os.cpu_count(),
+        **local,
     }
 
 

@@ -217,7 +217,7 @@ def write_results(scale: str, settings: dict[str, Any], out: Path) -> None:
         claims += _comparisons(suite, raw[suite], scale, complete=len(raw[suite]) == len(settings['tasks']))
     folder.write_json(
         out / 'results.json',
-        {'scale': scale, 'claims': claims, 'raw': raw, 'floors': _floors(settings, out), 'provenance': folder.provenance()},
+        {'scale': scale, 'claims': claims, 'raw': raw, 'floors': _floors(settings, out), 'provenance': folder.provenance(machine=False)},
     )
     folder.write_text(out / 'table.md', _table(raw))
 

@@ -1,6 +1,5 @@
 """Measures reports/topd/plan.md. Run by `python scripts/report.py topd --scale=smoke|report --out=DIR`; resumable, cell by cell."""
 
-import json
 import statistics as medians
 import time
 from pathlib import Path
@@ -90,7 +89,7 @@ def run(scale: str, out: Path) -> None:
     folder.write_json(
         out / 'results.json',
         {'scale': scale, 'claims': claims, 'control': _control(curves), 'cost': cost, 'gradients': gradients, 'raw': raw}
-        | {'provenance': folder.provenance()},
+        | {'provenance': folder.provenance(machine=False)},
     )
     folder.write_text(out / 'table.md', _table(gradients, curves))
     _plot(curves, out / 'curves.png')
@@ -99,7 +98,16 @@ def run(scale: str, out: Path) -> None:
 def _kept(path: Path, measure: Any) -> Any:
     if not path.exists():
         folder.write_json(path, measure())
-    return json.loads(path.read_text())
+    return _revive(folder.read_json(path))
+
+
+def _revive(value: Any) -> Any:
+    """JSON spells infinities as text."""
+    if isinstance(value, dict):
+        return {key: _revive(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_revive(item) for item in value]
+    return float(value) if value in ('inf', '-inf') else value
 
 
 # ------------------------------------------------------------------------------------------------------------------ E0: one state
@@ -195,11 +203,12 @@ def _train(
         progress_fn=lambda update, metrics: kl.append(np.asarray(metrics['distill/kl_to_teacher'])),
         announce=lambda line: None,
     )
-    return agent, result, np.stack(kl)
+    values = np.stack(kl)
+    return agent, result, np.where(np.isfinite(values), values, np.inf)
 
 
 def endpoint(kl: np.ndarray) -> np.ndarray:
-    """Mean over the updates of log10 KL, [updates, members] -> [members]."""
+    """Mean over the updates of log10 KL, which counts as 1e6 where it is not finite, [updates, members] -> [members]."""
     return np.log10(np.maximum(np.where(np.isfinite(kl), kl, 1e6), 1e-6)).mean(axis=0)
 
 

@@ -26,7 +26,7 @@ def test_malformed_options_are_refused(name):
         ('probe/lin', 'did you mean probe/line'),
         ('prob/line', r"unknown environment 'prob/line'; did you mean probe/line\?"),
         ('line', r'did you mean probe/line\?'),
-        ('nothing/like-it', r'known: ogbench/\.\.\., probe/\.\.\.'),
+        ('nothing/like-it', r'known: lqr/\.\.\., ogbench/\.\.\., probe/\.\.\.'),
         ('ogbench/pointmaze-medum-singletask-task1-v0', 'did you mean ogbench/pointmaze-medium-singletask-task1-v0 or'),
         ('ogbench/pointmaze-medium-singletask-task9-v0', 'did you mean ogbench/pointmaze-medium-singletask-task'),
         ('pointmaze-medium-navigate-singletask-task1-v0', r'did you mean ogbench/pointmaze-medium-singletask-task1-v0\?'),
