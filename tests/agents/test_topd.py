@@ -1,5 +1,7 @@
 """TOP-D: identities between its forms, what its options do, and that it learns an exact teacher."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +16,8 @@ from losses.distances import gaussian_kl
 from training.rollout import first_timestep
 
 SPEC = Spec(ArraySpec((3,)), ArraySpec((2,)), 100)
-SMALL = {'hidden_sizes': (8,), 'teacher_hidden_sizes': (), 'rollout_length': 4, 'num_minibatches': 2}
-ANALYTIC = {'estimator': 'analytic', 'proximal': 'none'}
+SMALL: dict[str, Any] = {'hidden_sizes': (8,), 'teacher_hidden_sizes': (), 'rollout_length': 4, 'num_minibatches': 2}
+ANALYTIC: dict[str, Any] = {'estimator': 'analytic', 'proximal': 'none'}
 
 
 def make(spec=SPEC, **options):
@@ -78,12 +80,12 @@ def test_gradient_of_sampled_distillation_points_down_the_kl():
     """Over many actions the score-function gradient without a clip is that of KL(student || teacher), at the student itself."""
     agent = make(proximal='none', num_minibatches=1, normalize_advantages=False)
     state = start(agent)
-    phase = agent.phases['train']
+    phase: Any = agent.phases['train']
     batch = rollout_of(agent, state, num_envs=4000, length=4)
     sampled = jax.jit(lambda params: jax.grad(lambda p: phase.loss(p, state, phase.prepare(state, batch, None), None)[0])(params))(
         state.params
     )
-    exact_phase = make(**ANALYTIC, num_minibatches=1).phases['train']
+    exact_phase: Any = make(**ANALYTIC, num_minibatches=1).phases['train']
     exact = jax.jit(
         lambda params: jax.grad(lambda p: exact_phase.loss(p, state, exact_phase.prepare(state, batch, None), None)[0])(params)
     )(state.params)
@@ -96,7 +98,8 @@ def test_gradient_of_sampled_distillation_points_down_the_kl():
 def test_the_radius_holds_in_every_state():
     agent = make(**{**ANALYTIC, 'proximal': 'kl_radius'})
     state = start(agent, kl_budget=0.05)
-    prepared = agent.phases['train'].prepare(state, rollout_of(agent, state), None)
+    phase: Any = agent.phases['train']
+    prepared = phase.prepare(state, rollout_of(agent, state), None)
     distances = gaussian_kl(*prepared['rows']['target'], *prepared['rows']['old'])
     assert float(distances.max()) <= 0.05 * 1.0001
     assert float(prepared['seen']['distill/projected']) > 0.5
