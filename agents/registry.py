@@ -8,7 +8,7 @@ from typing import Any
 
 from agents.types import Agent
 
-_BUILT_IN = {name: f'agents.{name}' for name in ('bc_flow', 'qam', 'template', 'topd', 'trqam')}
+_BUILT_IN = {name: f'agents.{name}' for name in ('bc_flow', 'qam', 'template', 'topd', 'topd_flow', 'trqam')}
 _REGISTERED: dict[str, ModuleType] = {}
 
 

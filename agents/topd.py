@@ -28,7 +28,7 @@ from losses.distances import gaussian_kl
 from losses.distillation import CREDITS, distillation_kl, distillation_returns, mixture_reward
 from losses.policy_gradient import clipped_surrogate, gaussian_log_prob
 from networks import GaussianPolicy, observation_encoder
-from optimizers import adam_init, curves, gradient_step, metrics, project, project_decoupled
+from optimizers import adam_init, curves, metrics, minibatch_steps, project, project_decoupled
 
 ESTIMATORS = ('sampled', 'per_dimension', 'analytic')
 PROXIMAL = ('none', 'mixture', 'kl_radius', 'decoupled')
@@ -151,23 +151,11 @@ def make(config: Config, spec) -> Agent:
 
     def build(loss, transform=None):
         def update(state, batches, step, key):
-            shuffle_key, loss_key = jax.random.split(key)
             prepared = prepare(state, batches, None)
             rows = prepared['rows']
-            count = rows['valid'].shape[0]
-            if count % config.num_minibatches:
-                raise ValueError(f'{count} states per update do not divide into num_minibatches={config.num_minibatches}')
-
-            def minibatch(state, inputs):
-                picks, key = inputs
-                part = jax.tree.map(lambda leaf: leaf[picks], rows)
-                return gradient_step(loss, state, {'rows': part}, key, transform=transform)
-
-            orders = jax.vmap(lambda key: jax.random.permutation(key, count))(jax.random.split(shuffle_key, config.num_epochs))
-            picks = orders.reshape(config.num_epochs * config.num_minibatches, -1)
-            state, steps = jax.lax.scan(minibatch, state, (picks, jax.random.split(loss_key, picks.shape[0])))
+            state, steps = minibatch_steps(loss, state, rows, key, config.num_epochs, config.num_minibatches, transform=transform)
             moved = gaussian_kl(*distribution(state.params, rows['observations']), *rows['old'])
-            return state, {**jax.tree.map(jnp.mean, steps), **prepared['seen'], 'distill/kl_moved': jnp.mean(moved)}
+            return state, {**steps, **prepared['seen'], 'distill/kl_moved': jnp.mean(moved)}
 
         return update
 

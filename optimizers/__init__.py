@@ -11,7 +11,7 @@ from optimizers.projection import (
     radius_fraction,
     straight_fraction,
 )
-from optimizers.steps import adam_init, adam_step, clip_gradients, global_norms, gradient_step, move_towards
+from optimizers.steps import adam_init, adam_step, clip_gradients, global_norms, gradient_step, minibatch_steps, move_towards
 from optimizers.trust_region import TrustRegionState, project_to_trust_region, set_anchor
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     'gradient_step',
     'lagrangian',
     'metrics',
+    'minibatch_steps',
     'move_towards',
     'natural_gradient',
     'project',

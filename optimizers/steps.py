@@ -69,6 +69,40 @@ def gradient_step(
     return state._replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state), {**metrics, **norms}
 
 
+def minibatch_steps(
+    loss: Callable, state: Any, rows: Any, key: Array, num_epochs: int, num_minibatches: int, transform: Callable | None = None
+) -> tuple[Any, dict[str, Array]]:
+    """Passes over the rows of an on-policy batch in fresh random orders, one `gradient_step` per minibatch.
+
+    Args:
+      loss: (params, state, {'rows': minibatch}, key) -> (scalar, metrics).
+      state: an agent's state.
+      rows: leaves [N, ...].
+      key: consumed.
+      num_epochs, num_minibatches: passes, and steps in each; N must be a multiple of the latter.
+      transform: see `gradient_step`.
+
+    Returns:
+      (state, mean metrics of all steps).
+
+    Raises:
+      ValueError: the rows do not divide into the minibatches.
+    """
+    count = jax.tree.leaves(rows)[0].shape[0]
+    if count % num_minibatches:
+        raise ValueError(f'{count} states per update do not divide into num_minibatches={num_minibatches}')
+    order_key, loss_key = jax.random.split(key)
+
+    def step(state: Any, inputs: tuple[Array, Array]) -> tuple[Any, dict[str, Array]]:
+        picks, key = inputs
+        return gradient_step(loss, state, {'rows': jax.tree.map(lambda leaf: leaf[picks], rows)}, key, transform=transform)
+
+    orders = jax.vmap(lambda key: jax.random.permutation(key, count))(jax.random.split(order_key, num_epochs))
+    picks = orders.reshape(num_epochs * num_minibatches, -1)
+    state, metrics = jax.lax.scan(step, state, (picks, jax.random.split(loss_key, picks.shape[0])))
+    return state, jax.tree.map(jnp.mean, metrics)
+
+
 def adam_init(params: Any) -> Any:
     """State of Adam for `adam_step`; it does not depend on the learning rate."""
     return optax.adam(0.0).init(params)

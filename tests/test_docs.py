@@ -170,14 +170,21 @@ def field_row(field):
     return [f'`{field.name}`', spelt(field.default), allowed, 'yes' if metadata['sweep'] else '', metadata['comment']]
 
 
-@pytest.mark.parametrize('name', ['bc_flow', 'qam', 'topd', 'trqam'])
+@pytest.mark.parametrize('name', ['bc_flow', 'qam', 'topd', 'topd_flow', 'trqam'])
 def test_field_tables_are_the_configurations(name):
     expected = [field_row(field) for field in dataclasses.fields(agents.module(name).Config)]
     assert table(page(f'docs/{name}.md'), 'field') == expected, '\n'.join(f'| {" | ".join(row)} |' for row in expected)
 
 
 @pytest.mark.parametrize(
-    ('name', 'overrides'), [('bc_flow', SMALL), ('qam', SMALL | CRITIC), ('topd', {'num_minibatches': 2}), ('trqam', SMALL | CRITIC)]
+    ('name', 'overrides'),
+    [
+        ('bc_flow', SMALL),
+        ('qam', SMALL | CRITIC),
+        ('topd', {'num_minibatches': 2}),
+        ('topd_flow', {'num_minibatches': 2}),
+        ('trqam', SMALL | CRITIC),
+    ],
 )
 def test_metric_tables_are_complete(name, overrides):
     agent = agents.make(name, SPEC, **overrides)

@@ -22,15 +22,24 @@ SIZES = {
     'bc_flow': FLOW,
     'qam': {**FLOW, 'critic_hidden_sizes': (8,), 'num_critics': 2},
     'topd': {'hidden_sizes': (8,), 'teacher_hidden_sizes': (8,), 'rollout_length': CHUNK, 'num_minibatches': 2, 'batch_size': BATCH},
+    'topd_flow': {
+        'hidden_sizes': (8,),
+        'teacher_hidden_sizes': (8,),
+        'horizon_length': CHUNK,
+        'flow_steps': 3,
+        'rollout_length': CHUNK,
+        'num_minibatches': 2,
+    },
     'trqam': {**FLOW, 'critic_hidden_sizes': (8,), 'num_critics': 2},
 }
+ON_POLICY = ('topd', 'topd_flow')
 NAMES = sorted(SIZES)
 
 
 def batch_for(name, seed=0, rows=BATCH, action_size=2):
-    """What the agent's update takes; for topd 4 environments x 2 steps = 8 states, as rows for the others."""
+    """What the agent's update takes; on-policy 4 environments x 2 steps = 8 states, as rows for the others."""
     random = np.random.default_rng(seed)
-    lead = {'template': (rows,), 'topd': (rows // CHUNK, CHUNK)}.get(name, (rows, CHUNK))
+    lead = (rows,) if name == 'template' else (rows // CHUNK, CHUNK) if name in ON_POLICY else (rows, CHUNK)
     batch = {
         'observations': random.normal(size=(*lead, 3)),
         'next_observations': random.normal(size=(*lead, 3)),
@@ -40,9 +49,9 @@ def batch_for(name, seed=0, rows=BATCH, action_size=2):
         'truncations': np.zeros(lead),
         'valid': np.ones(lead),
     }
-    if name == 'topd':
+    if name in ON_POLICY:
         batch['extras'] = {'unsquashed': random.normal(size=(*lead, action_size))}
-    return {'fresh' if name == 'topd' else 'data': jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), batch)}
+    return {'fresh' if name in ON_POLICY else 'data': jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), batch)}
 
 
 def hyper_of(agent, **changed):
