@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import matplotlib
 import numpy as np
 
 import agents
@@ -17,11 +18,17 @@ from training.evaluation import Evaluator, member_scores
 from training.logger import read as read_metrics
 from training.rollout import first_plan
 
+matplotlib.use('Agg')
+from matplotlib import pyplot as plt
+
 ROOT = Path(__file__).resolve().parents[2]
+MAZE_TASK, CUBE_TASK = 'ogbench/pointmaze-medium-singletask-task{}-v0', 'ogbench/cube-single-singletask-task{}-v0'
+# data set, task, what is added to the data seed and to the seeds, whether the control holds the base at the clone (amendment of the plan)
 SUITES = {
-    'maze-explore': ('ogbench/pointmaze-medium-explore-v0', 'ogbench/pointmaze-medium-singletask-task{}-v0'),
-    'maze-navigate': ('ogbench/pointmaze-medium-navigate-v0', 'ogbench/pointmaze-medium-singletask-task{}-v0'),
-    'cube-play': ('ogbench/cube-single-play-v0', 'ogbench/cube-single-singletask-task{}-v0'),
+    'maze-explore': ('ogbench/pointmaze-medium-explore-v0', MAZE_TASK, 0, False),
+    'maze-navigate': ('ogbench/pointmaze-medium-navigate-v0', MAZE_TASK, 0, True),
+    'maze-explore-again': ('ogbench/pointmaze-medium-explore-v0', MAZE_TASK, 10, True),
+    'cube-play': ('ogbench/cube-single-play-v0', CUBE_TASK, 0, True),
 }
 SHARED = {'batch_size': 128, 'learning_rate': 1e-3, 'horizon_length': 5, 'normalize_observations': True}
 MAZE = {**SHARED, 'hidden_sizes': (64, 64), 'observation_octaves': 3}
@@ -69,8 +76,13 @@ class Cells:
     """The cells of one data set."""
 
     def __init__(self, settings: dict[str, Any], suite: str, out: Path):
-        self.settings, self.suite, self.out = settings, suite, out
-        self.dataset_name, self.env_name = SUITES[suite]
+        self.dataset_name, self.env_name, shift, self.frozen_control = SUITES[suite]
+        self.settings = {
+            **settings,
+            'data_seed': settings['data_seed'] + shift,
+            'seeds': tuple(seed + shift for seed in settings['seeds']),
+        }
+        self.suite, self.out = suite, out
         self.data = out / 'data.npz'
         self.config = CUBE if suite.startswith('cube') else MAZE
         self.clone_updates, self.updates = (30_000, 20_000) if suite.startswith('cube') else (10_000, 8_000)
@@ -135,7 +147,7 @@ class Cells:
         critic = {'critic_hidden_sizes': self.config['hidden_sizes'], 'num_critics': 2, 'clip': 'per_net', 'discount': 0.99}
         for name, grid in GRIDS.items():
             self._train(name, task, {**self.config, **critic}, self.updates, self.out / f'task{task}' / name, self.out / 'bc', grid)
-        control = {**self.config, **critic, 'kl_budget': 1e-6}
+        control = {**self.config, **critic, 'kl_budget': 1e-6, 'freeze_base': self.frozen_control}
         self._train('trqam', task, control, self.updates, self.out / f'task{task}' / 'control', self.out / 'bc', {}) if task == 1 else None
         self._scores(task)
 
@@ -210,19 +222,38 @@ def _actions(agent: Any, states: Any, observations: Any, action_shape: tuple[int
 
 def write_results(scale: str, settings: dict[str, Any], out: Path) -> None:
     """results.json and table.md from the cells that are done."""
-    raw, claims = {}, []
+    raw, claims, controls = {}, [], {}
     for suite in settings['suites']:
         done = {task: out / suite / f'task{task}' / 'scores.json' for task in settings['tasks']}
         raw[suite] = {f'task{task}': json.loads(path.read_text()) for task, path in done.items() if path.exists()}
-        claims += _comparisons(suite, raw[suite], scale, complete=len(raw[suite]) == len(settings['tasks']))
+        controls[suite] = _control(raw[suite])
+        claims += _comparisons(suite, raw[suite], scale, len(raw[suite]) == len(settings['tasks']), controls[suite])
     folder.write_json(
         out / 'results.json',
-        {'scale': scale, 'claims': claims, 'raw': raw, 'floors': _floors(settings, out), 'provenance': folder.provenance(machine=False)},
+        {
+            'scale': scale,
+            'claims': claims,
+            'raw': raw,
+            'controls': controls,
+            'floors': _floors(settings, out),
+            'provenance': folder.provenance(machine=False),
+        },
     )
     folder.write_text(out / 'table.md', _table(raw))
+    for suite, tasks in raw.items():
+        if tasks:
+            _plot_dual(out / suite, list(tasks), out / f'dual-{suite}.png')
 
 
-def _comparisons(suite: str, tasks: dict[str, Any], scale: str, complete: bool) -> list[dict[str, Any]]:
+def _control(tasks: dict[str, Any]) -> dict[str, Any] | None:
+    """The positive control of a data set, None before its task 1 is done."""
+    if 'task1' not in tasks:
+        return None
+    drift = {name: float(np.mean(tasks['task1']['drift'][name])) for name in ('control', MAIN)}
+    return {**drift, 'holds': drift['control'] <= 0.1 * drift[MAIN]}
+
+
+def _comparisons(suite: str, tasks: dict[str, Any], scale: str, complete: bool, control: dict[str, Any] | None) -> list[dict[str, Any]]:
     rows = []
     for task, scores in tasks.items():
         for rival in RIVALS:
@@ -240,7 +271,8 @@ def _comparisons(suite: str, tasks: dict[str, Any], scale: str, complete: bool) 
                 'claim': f'{MAIN} reaches the goal more often than {rival} on {suite} {task}',
                 'kind': 'comparison',
                 'basis': 'our_derivation',
-                'outcome': outcome if scale == 'report' else 'not_shown',
+                'outcome': outcome if scale == 'report' and control and control['holds'] else 'not_shown',
+                'control_holds': bool(control and control['holds']),
                 'effect': effect,
                 'ci95': list(interval),
                 'p': float(p),
@@ -266,6 +298,27 @@ def _floors(settings: dict[str, Any], out: Path) -> dict[str, Any]:
         updates = sorted(set(columns['update'][scored].tolist()))
         floors[suite] = [[update, float(columns['eval/success'][scored & (columns['update'] == update)].mean())] for update in updates]
     return floors
+
+
+def _plot_dual(runs_of: Path, tasks: list[str], path: Path) -> None:
+    """Path KL and lambda over the updates, a column per task, a thin line per seed."""
+    figure, axes = plt.subplots(2, len(tasks), figsize=(3 * len(tasks), 5), sharex=True, sharey='row', squeeze=False)
+    for column, task in enumerate(tasks):
+        logged = read_metrics(runs_of / task / 'trqam')
+        for setting, color in zip(sorted(set(logged['setting'])), ('tab:blue', 'tab:orange'), strict=True):
+            for seed in sorted(set(logged['seed'])):
+                rows = (logged['setting'] == setting) & (logged['seed'] == seed) & np.isfinite(logged['actor/path_kl'])
+                for row, name in enumerate(('actor/path_kl', 'dual/lambda')):
+                    axes[row][column].plot(logged['update'][rows], logged[name][rows], color=color, linewidth=0.6, alpha=0.6)
+            axes[0][column].axhline(float(setting.split('=')[1]), color=color, linestyle='--', label=setting)
+        axes[0][column].set_title(task)
+        axes[1][column].set(yscale='log', xlabel='update')
+    axes[0][0].set(ylabel='path KL per control step, nats', ylim=(0, 2.5))
+    axes[1][0].set_ylabel('lambda')
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=70)
+    plt.close(figure)
 
 
 def _table(raw: dict[str, Any]) -> str:
