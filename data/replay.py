@@ -47,7 +47,7 @@ def init(spec: env_types.Spec, capacity: int, num_envs: int, extras_example: Map
         'next_observations': observations(),
         'extras': {name: column(x.shape, x.dtype) for name, x in (extras_example or {}).items()},
     }
-    return types.Replay(columns, jnp.zeros((num_envs,), jnp.int32), jnp.zeros((num_envs,), jnp.int32))
+    return types.Replay(columns, *(jnp.zeros((num_envs,), dtype) for dtype in (jnp.int32, jnp.int32, jnp.uint32)))
 
 
 def nbytes(spec: env_types.Spec, capacity: int, num_envs: int, extras_example: Mapping[str, Any] | None = None) -> int:
@@ -92,6 +92,7 @@ def add(replay: types.Replay, steps: Mapping[str, Any]) -> types.Replay:
         columns=jax.tree.map(write, dict(replay.columns), {**given, 'extras': extras}),
         pointer=(replay.pointer + count[:, -1]) % capacity,
         size=jnp.minimum(replay.size + count[:, -1], capacity),
+        added=replay.added + count[:, -1].astype(jnp.uint32),
     )
 
 

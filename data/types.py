@@ -29,3 +29,4 @@ class Replay(NamedTuple):
     columns: Mapping[str, Any]  # leaves [E, C, ...]: observations, actions, rewards, masks, truncations, next_observations, extras
     pointer: Any  # int32 [E], where the next transition goes
     size: Any  # int32 [E], how many are stored
+    added: Any  # uint32 [E], how many were ever stored, modulo 2**32

@@ -33,15 +33,16 @@ MAIN_PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 
 
 
 def versions() -> Iterator[tuple[str, str]]:
-    """Installed versions against requirements.lock."""
-    locked = dict(re.findall(r'^([\w.-]+)==([\w.]+)', (startup.ROOT / 'requirements.lock').read_text(), re.MULTILINE))
+    """Installed versions, in a checkout against requirements.lock."""
+    lock = startup.ROOT / 'requirements.lock'
+    locked = dict(re.findall(r'^([\w.-]+)==([\w.]+)', lock.read_text(), re.MULTILINE)) if lock.exists() else {}
     for name in MAIN_PACKAGES:
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             yield FAIL, f'{name} is not installed: run make setup'
             continue
-        yield (OK, f'{name} {found}') if found == locked.get(name) else (WARN, f'{name} {found}, tested with {locked.get(name)}')
+        yield (OK, f'{name} {found}') if found == locked.get(name, found) else (WARN, f'{name} {found}, tested with {locked.get(name)}')
 
 
 def devices() -> Iterator[tuple[str, str]]:

@@ -13,13 +13,10 @@ from scripts import startup
 startup.set_up_jax()
 
 import os
-import warnings
-from typing import Any
 
 import numpy as np
 from absl import flags
 
-import envs
 import training
 from envs.types import Spec
 from scripts import agent_flags
@@ -48,6 +45,7 @@ def main(argv: list[str]) -> None:
     agent_flags.import_own(sys.argv)
     run = training.load(RUN.value)
     env_name = ENV.value or run.config['env']
+    video_env = video.open_env(env_name) if VIDEO.value else None  # before any work: it may be impossible
     team = run.members
     diverged = runs.load_diverged(RUN.value, run.counter, len(team.seeds))
     evaluator = Evaluator(run.agent.policy, env_name, len(team.seeds), NUM_EPISODES.value, NUM_WORKERS.value)
@@ -77,40 +75,19 @@ def main(argv: list[str]) -> None:
     if diverged.any():
         print(f'{diverged.sum()} of {diverged.size} members have diverged and count as the worst', file=sys.stderr)
     folder.write_json(out, result)
-    if VIDEO.value:
-        _record(run, env_name, path / 'video' / f'{MODE.value}.gif')
+    if video_env is not None:
+        print(video.record(run, video_env, MODE.value, path / 'video' / f'{MODE.value}.gif'))
+        video_env.close()
 
 
 def _check_shapes(config: dict, env_name: str, spec: Spec) -> None:
     _, trained = runs.rebuild(config)
-    shapes = [(_shapes(task.observations), task.actions.shape) for task in (trained, spec)]
+    shapes = [(runs.shapes(task.observations), task.actions.shape) for task in (trained, spec)]
     if shapes[0] != shapes[1]:
         raise ValueError(
             f'--env={env_name} has observations {shapes[1][0]} and actions {shapes[1][1]}, but the run was trained on '
             f'{shapes[0][0]} and {shapes[0][1]}: choose an environment of the same robot'
         )
-
-
-def _shapes(observations: Any) -> Any:
-    """Shape of observations, or {name: shape} of a dict of them."""
-    return {name: part.shape for name, part in observations.items()} if isinstance(observations, dict) else observations.shape
-
-
-def _record(run: runs.Loaded, env_name: str, out: Path) -> None:
-    """Writes a video, or one line that says why there is none: a machine without OpenGL has its scores already."""
-    import mujoco
-
-    fatal = mujoco.FatalError  # pyright: ignore[reportAttributeAccessIssue]
-    env = envs.make(env_name)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # GLFW warns of the missing display before MuJoCo gives up
-            print(video.record(run, env, MODE.value, out))
-    except (ValueError, RuntimeError, ImportError, OSError, AttributeError, NotImplementedError, fatal) as error:
-        print(f'no video: {" ".join(str(error).split())[:200]} (try MUJOCO_GL=egl or MUJOCO_GL=osmesa)', file=sys.stderr)
-    finally:
-        if not env.on_device:
-            env.close()
 
 
 if __name__ == '__main__':

@@ -30,7 +30,7 @@ def set_up_jax() -> None:
     cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'tether' / 'jax'
     os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(cache))
     os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.5')
-    for chatty in ('jax._src.xla_bridge', 'matplotlib'):  # a line for every kind of device that is not there, and for fonts
+    for chatty in ('jax._src.xla_bridge', 'matplotlib', 'OpenGL'):  # a line for each device and library that is not there, and for fonts
         std_logging.getLogger(chatty).setLevel(std_logging.WARNING)
 
 

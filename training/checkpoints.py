@@ -7,7 +7,11 @@ compares paths, shapes and dtypes with the state that the program expects. Nothi
     step_000001000/manifest.json    sizes and hashes of all files below
                    tree.json        path, shape and dtype of every leaf
                    meta.json        what the caller adds
-                   state/           the arrays, an ordinary orbax checkpoint: a flat dict {path: array}; random keys as their uint32 data
+                   parts.json       names, sizes and hashes of the parts that hold the columns of the replays; only if there are any
+                   state/           the other arrays, an ordinary orbax checkpoint: a flat dict {path: array}; random keys as uint32 data
+    step_000001000.replay_0.npz     a part: rows that replay number 0 got since the checkpoint before (training/replay_parts.py)
+
+A part is complete and durable before a checkpoint lists it, is never changed, and goes when no checkpoint lists it any more.
 """
 
 import contextlib
@@ -17,7 +21,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +30,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from training import folder
+from training import folder, replay_parts
+from training.replay_parts import Part
 
 FORMAT = 'tether checkpoint 1'
-MANIFEST = 'manifest.json'
+MANIFEST, PARTS = 'manifest.json', 'parts.json'
 _STEP = re.compile(r'step_(\d{9})')
 _TEMPORARY = re.compile(r'step_\d{9}(\.old)?\.tmp')
+_PART = re.compile(r'step_\d{9}\.replay_\d+\.npz(\.tmp)?')
+_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, zipfile.BadZipFile)  # whatever orbax and numpy say of files
 
 
 class CheckpointError(ValueError):
@@ -59,6 +67,7 @@ class Checkpoints:
         self.directory = Path(os.path.abspath(directory))
         self.keep = keep
         self._announce = announce
+        self._parts: dict[str, list[Part]] = {}  # by path of the replay: of the checkpoint that was saved or restored last
 
     def path(self, step: int) -> Path:
         """Folder of one step, whether it exists or not."""
@@ -76,17 +85,19 @@ class Checkpoints:
         return next((step for step in reversed(self.steps()) if self.verify(step) is None), None)
 
     def verify(self, step: int) -> str | None:
-        """Reads and hashes every file of a step. Returns the first defect, None if it is sound."""
+        """Reads and hashes every file of a step and the parts that it lists. Returns the first defect, None if it is sound."""
         return _defect(self.path(step), step, hashes=True)
 
     def save(self, step: int, tree: Any, meta: Mapping[str, Any]) -> Path:
         """Writes one checkpoint and deletes the sound ones before it, except for the newest `keep - 1`.
 
-        A kill at any moment leaves either the old set or the new one, plus a `.tmp` folder that the next `save` removes.
+        A kill at any moment leaves either the old set or the new one, plus a `.tmp` folder or a part without a checkpoint, which the next
+        `save` removes.
 
         Args:
           step: 0 .. 999999999. An existing step is refused, unless it is damaged: then it is replaced.
-          tree: pytree of numpy or JAX arrays and typed keys (no Python numbers); sharded arrays are gathered. Keys are not consumed.
+          tree: pytree of numpy or JAX arrays and typed keys (no Python numbers); sharded arrays are gathered. Keys are not consumed. Of a
+            `data.types.Replay` in it, only what was added since this object last saved or restored it is written.
           meta: what `folder.to_json` takes.
 
         Returns:
@@ -98,25 +109,28 @@ class Checkpoints:
         """
         if not 0 <= step < 10**9:
             raise ValueError(f'a checkpoint step is between 0 and 999999999, not {step}')
-        leaves = _describe(tree)
-        arrays = _to_host(tree, leaves)
+        leaves, replays = _describe(tree), replay_parts.find(tree)
+        arrays = _to_host(tree, leaves, without=_columns(leaves, replays))
         final = self.path(step)
         temporary = final.with_name(final.name + '.tmp')
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._remove_temporary()
+            self._tidy()
             if os.path.lexists(final):
                 self._refuse_existing(step)
-            _write(temporary, step, arrays, leaves, folder.to_json(dict(meta)))
+            parts = self._write_parts(step, replays)
+            _write(temporary, step, arrays, leaves, folder.to_json(dict(meta)), parts)
             if os.path.lexists(final):
                 os.replace(final, final.with_name(final.name + '.old.tmp'))
             os.replace(temporary, final)
             folder.sync_folder(self.directory)
         except OSError as error:
             raise CheckpointError(f'cannot write checkpoint {final}: {error.strerror or error}') from error
+        else:
+            self._parts = parts
+            self._rotate(step)
         finally:
-            self._remove_temporary()
-        self._rotate(step)
+            self._tidy()
         return final
 
     def restore(self, template: Any, step: int | None = None, part: str = '') -> tuple[int, Any, dict]:
@@ -135,6 +149,7 @@ class Checkpoints:
           CheckpointError: none is usable, or the state that it holds has other paths, shapes or dtypes than `template`.
         """
         wanted = {part + name: leaf for name, leaf in _describe(template).items()}
+        replays = [part + name for name in replay_parts.find(template)]
         defects = []
         for candidate in reversed(self.steps()) if step is None else [step]:
             path = self.path(candidate)
@@ -143,9 +158,13 @@ class Checkpoints:
                 stored, meta = _read_descriptions(path)
                 _compare({name: leaf for name, leaf in stored.items() if name.startswith(part)}, wanted, path)
                 try:
-                    return candidate, _place(_read_arrays(path, stored), stored, template, part), meta
-                except (OSError, ValueError, KeyError, RuntimeError) as error:  # whatever orbax says of files that it can't read
-                    defect = f'orbax cannot read it: {_reason(error)}'
+                    arrays, parts = _read(path, stored, replays)
+                    tree = _place(arrays, stored, template, part)
+                except _UNREADABLE as error:
+                    defect = f'its arrays cannot be read: {_reason(error)}'
+                else:
+                    self._parts = parts
+                    return candidate, tree, meta
             defects.append(f'{path.name}: {defect}')
             if step is None:
                 self._announce(f'passing over checkpoint {path}: {defect}')
@@ -159,11 +178,37 @@ class Checkpoints:
         if not ours:
             raise CheckpointError(f'{path} is not a checkpoint of this project: move it away')
 
-    def _remove_temporary(self) -> None:
-        if self.directory.is_dir():
+    def _write_parts(self, step: int, replays: Mapping[str, Any]) -> dict[str, list[Part]]:
+        """Writes the rows that are in no part yet. Returns what the checkpoint lists. Raises OSError."""
+        listed = {}
+        for number, (name, replay) in enumerate(replays.items()):
+            earlier = [part for part in self._parts.get(name, []) if part.step < step]
+            if any(_part_defect(self.directory, part.entry, hashes=False) for part in earlier):
+                earlier = []  # somebody took one away: the next checkpoints must not need it
+            listed[name], fresh = replay_parts.plan(earlier, replay)
+            if fresh.any():
+                path = self.directory / f'{self.path(step).name}.replay_{number}.npz'
+                temporary = path.with_name(path.name + '.tmp')
+                replay_parts.write(temporary, replay, fresh)
+                entry = {'file': path.name, **_entry(temporary)}
+                os.replace(temporary, path)
+                listed[name].append(Part(step, entry, np.array(replay.added).reshape(-1), fresh))
+        if replays:
+            folder.sync_folder(self.directory)
+        return listed
+
+    def _tidy(self) -> None:
+        """Deletes what is temporary and the parts that no checkpoint lists. A failure to delete is no failure to save."""
+        if not self.directory.is_dir():
+            return
+        for path in list(self.directory.iterdir()):
+            if _TEMPORARY.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # a list that can't be read now may be readable later: then nothing is deleted
+            listed = {entry['file'] for step in self.steps() for entries in _listed(self.path(step)).values() for entry in entries}
             for path in list(self.directory.iterdir()):
-                if _TEMPORARY.fullmatch(path.name):
-                    shutil.rmtree(path, ignore_errors=True)
+                if _PART.fullmatch(path.name) and path.name not in listed:
+                    path.unlink()
 
     def _rotate(self, newest: int) -> None:
         """Deletes older checkpoints of ours; `newest` was just written. Folders without our manifest are never touched."""
@@ -204,9 +249,19 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _to_host(tree: Any, leaves: dict[str, Leaf]) -> dict[str, np.ndarray]:
-    values = [jax.random.key_data(leaf) if _is_key(leaf) else leaf for leaf in jax.tree.leaves(tree)]
-    return {name: np.asarray(value) for name, value in zip(leaves, jax.device_get(values), strict=True)}
+def _columns(leaves: Mapping[str, Leaf], replays: Iterable[str]) -> set[str]:
+    """Which leaves are columns of one of the replays; paths."""
+    prefixes = tuple(f'{name}.columns[' for name in replays)
+    return {name for name in leaves if name.startswith(prefixes)}
+
+
+def _to_host(tree: Any, leaves: dict[str, Leaf], without: set[str]) -> dict[str, np.ndarray]:
+    values = {
+        name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        for name, leaf in zip(leaves, jax.tree.leaves(tree), strict=True)
+        if name not in without
+    }
+    return {name: np.asarray(value) for name, value in jax.device_get(values).items()}
 
 
 def _compare(stored: dict[str, Leaf], wanted: dict[str, Leaf], path: Path) -> None:
@@ -228,7 +283,7 @@ def _place(arrays: dict[str, np.ndarray], stored: dict[str, Leaf], template: Any
     placed = []
     for path, like in paths:
         name = part + jax.tree_util.keystr(path)
-        value: Any = arrays[name]
+        value: Any = arrays.pop(name)
         sharding = getattr(like, 'sharding', None)
         if stored[name].key:
             value = jax.random.wrap_key_data(value, impl=stored[name].key)
@@ -237,21 +292,24 @@ def _place(arrays: dict[str, np.ndarray], stored: dict[str, Leaf], template: Any
             value = value if stored[name].key else jax.device_put(value, may_alias=False)
         if sharding is not None:
             value = jax.device_put(value, sharding, may_alias=False)
-        placed.append(value)
+        placed.append(jax.block_until_ready(value))  # only then the popped array goes: a large replay must not be held twice
     return jax.tree_util.tree_unflatten(structure, placed)
 
 
 # --------------------------------------------------------------------------------------------------------------------- the files
 
 
-def _write(path: Path, step: int, arrays: dict[str, np.ndarray], leaves: dict[str, Leaf], meta: str) -> None:
+def _write(path: Path, step: int, arrays: dict, leaves: dict[str, Leaf], meta: str, parts: dict[str, list[Part]]) -> None:
     """Fills a new folder, manifest last. Raises OSError."""
     path.mkdir()
     _write_arrays(path / 'state', arrays)
     (path / 'tree.json').write_text(json.dumps({name: leaf._asdict() for name, leaf in leaves.items()}), encoding='utf-8')
     (path / 'meta.json').write_text(meta, encoding='utf-8')
+    if parts:
+        lists = {name: [part.entry for part in listed] for name, listed in parts.items()}
+        (path / PARTS).write_text(json.dumps(lists, indent=1), encoding='utf-8')
     names = _files(path)
-    entries = {name: {'size': (path / name).stat().st_size, 'sha256': _hash(path / name)} for name in names}
+    entries = {name: _entry(path / name) for name in names}
     for name in names:
         with open(path / name, 'rb') as file:
             os.fsync(file.fileno())
@@ -278,8 +336,45 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
+def _entry(path: Path) -> dict[str, Any]:
+    return {'size': path.stat().st_size, 'sha256': _hash(path)}
+
+
+def _file_defect(path: Path, entry: Mapping[str, Any], hashes: bool) -> str | None:
+    """Whether a file differs from its entry. Raises OSError, but for a file that is missing."""
+    if not path.is_file():
+        return 'is missing'
+    if (size := path.stat().st_size) != entry['size']:
+        return f'has {size} bytes instead of {entry["size"]}'
+    if hashes and _hash(path) != entry['sha256']:
+        return 'has another SHA-256 than when it was written'
+    return None
+
+
+def _part_defect(directory: Path, entry: Mapping[str, Any], hashes: bool) -> str | None:
+    defect = _file_defect(directory / entry['file'], entry, hashes)
+    return f'its part {entry["file"]} {defect}' if defect else None
+
+
+def _listed(path: Path) -> dict[str, list[dict]]:
+    """What a checkpoint folder lists: {path of the replay: [{file, size, sha256}]}, oldest first. Raises OSError.
+
+    Nothing if there is no list, or if it is damaged: its hash shows that.
+    """
+    try:
+        lists = json.loads((path / PARTS).read_bytes())
+        sound = all(_PART.fullmatch(entry['file']) for entries in lists.values() for entry in entries)
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return lists if sound else {}
+
+
+def _step_of(part: str) -> int:
+    return int(part.split('.')[0].removeprefix('step_'))
+
+
 def _defect(path: Path, step: int, hashes: bool) -> str | None:
-    """First defect of a checkpoint folder, None if there is none. Without `hashes` only names and sizes are looked at."""
+    """First defect of a checkpoint folder or of its parts, None if there is none. Without `hashes` only names and sizes are looked at."""
     try:
         text = (path / MANIFEST).read_bytes()
         manifest = json.loads(text)
@@ -291,11 +386,11 @@ def _defect(path: Path, step: int, hashes: bool) -> str | None:
         for name in sorted(set(names) ^ set(entries)):
             return f'{name} is missing' if name in entries else f'{name} does not belong there'
         for name in names:
-            size, expected = (path / name).stat().st_size, entries[name]['size']
-            if size != expected:
-                return f'{name} has {size} bytes instead of {expected}'
-            if hashes and _hash(path / name) != entries[name]['sha256']:
-                return f'{name} has another SHA-256 than when it was written'
+            if defect := _file_defect(path / name, entries[name], hashes):
+                return f'{name} {defect}'
+        for entry in (entry for entries in _listed(path).values() for entry in entries):
+            if defect := _part_defect(path.parent, entry, hashes):
+                return defect
     except FileNotFoundError as error:
         return 'there is no such checkpoint' if not path.exists() else f'{os.path.relpath(error.filename, path)} is missing'
     except OSError as error:
@@ -345,6 +440,22 @@ def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
             handler.finalize(epath.Path(path))
     except (ValueError, RuntimeError) as error:
         raise OSError(_reason(error)) from error
+
+
+def _read(path: Path, stored: dict[str, Leaf], replays: Iterable[str]) -> tuple[dict[str, np.ndarray], dict[str, list[Part]]]:
+    """All arrays but the columns of the replays that are not asked for, and the parts of those that are. Raises one of _UNREADABLE."""
+    listed = _listed(path)
+    in_parts = _columns(stored, listed)
+    arrays = _read_arrays(path, {name: leaf for name, leaf in stored.items() if name not in in_parts})
+    parts = {}
+    for name in (name for name in replays if name in listed):
+        prefix = f'{name}.columns'
+        counters = {field: arrays[f'{name}.{field}'] for field in ('pointer', 'size', 'added')}
+        leaves = {leaf.removeprefix(prefix): stored[leaf] for leaf in _columns(stored, [name])}
+        columns, spans = replay_parts.read([path.parent / entry['file'] for entry in listed[name]], counters, leaves)
+        arrays |= {prefix + column: values for column, values in columns.items()}
+        parts[name] = [Part(_step_of(entry['file']), entry, *span) for entry, span in zip(listed[name], spans, strict=True)]
+    return arrays, parts
 
 
 def _read_arrays(path: Path, stored: dict[str, Leaf]) -> dict[str, np.ndarray]:

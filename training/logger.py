@@ -6,6 +6,7 @@ after a resume, and no half rows. Trouble with the disk never stops a run.
 
 import csv
 import io
+import math
 import os
 import socket
 import struct
@@ -63,10 +64,11 @@ class Logger:
         if self._events is not None:
             self._events.write(cells)
 
-    def resume(self, update: int) -> int:
+    def resume(self, update: int, surplus: Callable[[Mapping[str, str]], bool] = lambda row: False) -> int:
         """Makes the file end at `update`: later rows and a torn last line move to metrics.discarded.csv. Returns how many moved.
 
-        Killed in between, it may be called again: no row is lost, none is moved twice.
+        `surplus` says which rows of `update` itself move, too; it sees their cells as text, '' where there is none. Killed in between, it
+        may be called again: no row is lost, none is moved twice.
 
         Raises:
           ValueError: the files can't be read or written.
@@ -78,8 +80,11 @@ class Logger:
             return 0
         try:
             table = _parse(path)
-            kept = [row for row in table.rows if int(row['update']) <= update]
-            moved = [row for row in table.rows if int(row['update']) > update] + table.damaged
+            late = [int(row['update']) > update or (int(row['update']) == update and surplus(row)) for row in table.rows]
+            kept = [row for row, moves in zip(table.rows, late, strict=True) if not moves]
+            moved = [row for row, moves in zip(table.rows, late, strict=True) if moves] + table.damaged
+            if self._events is not None and kept:
+                self._events.purge_step = int(kept[-1]['update']) + 1
             if moved:
                 _add_discarded(self.directory / DISCARDED, table.columns, moved)
                 folder.write_text(path, _text(table.columns, kept))
@@ -227,7 +232,7 @@ class _Events:
     """TensorBoard event files, one folder per setting and seed.
 
     tensorboardX's own writer has a thread behind a short queue: once the disk is full the thread dies and the next calls block for ever. So
-    this uses only its messages and checksums and appends each record itself.
+    this uses only its messages and checksums and appends each record itself. Numbers that are not finite are left out.
     """
 
     def __init__(self, directory: Path, announce: Callable[[str], None]):
@@ -268,7 +273,7 @@ class _Events:
                 events.append(messages.Event(wall_time=time.time(), step=self.purge_step, session_log=start))
         event = messages.Event(wall_time=time.time(), step=step)
         for name, cell in row.items():
-            if name not in KEYS and cell:
+            if name not in KEYS and cell and math.isfinite(float(cell)):  # tensorboardX warns of each NaN: a rider that did not run
                 event.summary.MergeFrom(scalar(name, float(cell)))
         with open(self._files[run], 'ab') as file:
             file.write(b''.join(_record(event.SerializeToString()) for event in [*events, event]))

@@ -79,6 +79,17 @@ def on_host(agent: Agent, stage: Stage, sources: Sources) -> bool:
     return any(need.kind == 'rollout' and not sources.envs[need.source].on_device for need in needs_of(agent, [stage]))
 
 
+def acted(agent: Agent, stage: Stage, source: str, updates: int) -> int:
+    """Most control steps that so many updates of a stage act in each environment of a source."""
+    runs = [(stage.phase, updates), *((name, -(-updates // period)) for name, period in (stage.every or {}).items())]
+    return sum(
+        count * need.length
+        for name, count in runs
+        for need in agent.phases[name].needs.values()
+        if need.kind == 'rollout' and need.source == source
+    )
+
+
 def init_carry(agent: Agent, sources: Sources, needs: list[Need], replay_capacity: int, state: Any, seed_key: Array) -> Carry:
     """The carry of ONE member before its first update (vmap it)."""
     rollouts, replays = {}, {}
@@ -90,6 +101,12 @@ def init_carry(agent: Agent, sources: Sources, needs: list[Need], replay_capacit
             replays[name] = data.replay.init(env.spec, replay_capacity, sources.num_envs, extras)
     zero = jnp.zeros((), jnp.int32)
     return Carry(state, rollouts, replays, zero, Health(zero, zero, jnp.zeros((), bool)))
+
+
+def empty_replays(shapes: Any, sharding: Any) -> Any:
+    """Replays of all members, of the shapes that `init_carry` gives them; made where they stay, so that they are never held twice."""
+    # Without a row, every array of data.replay.init is zero.
+    return jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), out_shardings=sharding)()
 
 
 def plan_extras(agent: Agent, env: Any, state: Any, num_envs: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -14,7 +14,7 @@ from agents.types import Agent
 from data import dataset as datasets
 from data import npz
 from data.types import Dataset
-from envs.types import Spec, Statistics
+from envs.types import ArraySpec, Spec, Statistics
 from envs.workers import pack_spec, unpack_spec
 from training import folder, members
 from training.checkpoints import Checkpoints
@@ -38,12 +38,12 @@ def read_dataset(path: str | Path, env_name: str, spec: Spec | None = None) -> D
     or one that holds no rewards for this environment.
     """
     arrays = dict(npz.read(path))
-    shapes = [arrays[name].shape[1:] for name in ('observations', 'actions')]
+    recorded = [arrays[name].shape[1:] for name in ('observations', 'actions')]
     # before rewards are computed from what may be another robot
-    if spec is not None and shapes != [spec.observations.shape, spec.actions.shape]:
+    if spec is not None and recorded != (expected := [shapes(spec.observations), spec.actions.shape]):
         raise ValueError(
-            f'{path} has observations {shapes[0]} and actions {shapes[1]}, but {env_name} has '
-            f'{spec.observations.shape} and {spec.actions.shape}: it was recorded in another environment'
+            f'{path} has observations {recorded[0]} and actions {recorded[1]}, but {env_name} has '
+            f'{expected[0]} and {expected[1]}: it was recorded in another environment'
         )
     if ('rewards' in arrays) != ('masks' in arrays):
         raise ValueError(f'{path} has only one of rewards and masks: store both, or neither to take those of {env_name}')
@@ -53,6 +53,11 @@ def read_dataset(path: str | Path, env_name: str, spec: Spec | None = None) -> D
     limit = 1 - ACTION_MARGIN
     actions = np.clip(arrays['actions'], -limit, limit)
     return datasets.from_trajectories(arrays['observations'], actions, arrays['rewards'], arrays['masks'], arrays['lengths'], extras)
+
+
+def shapes(observations: Any) -> Any:
+    """Shape of an ArraySpec, or {name: shape} of a dict of them."""
+    return {name: part.shape for name, part in observations.items()} if isinstance(observations, Mapping) else observations.shape
 
 
 def download(name: str) -> None:
@@ -80,7 +85,11 @@ def make_task(env_name: str, dataset: str | Path | None = None) -> Task:
 
 def describe(name: str, overrides: Mapping[str, Any], spec: Spec, env_name: str = '') -> dict[str, Any]:
     """The part of config.json from which `load` rebuilds an agent."""
-    statistics = None if spec.statistics is None else {key: np.asarray(value).tolist() for key, value in spec.statistics._asdict().items()}
+    statistics = jax.tree.map(
+        lambda part: {key: np.asarray(value).tolist() for key, value in part._asdict().items()},
+        spec.statistics,
+        is_leaf=lambda part: isinstance(part, Statistics),
+    )
     packed = {**pack_spec(spec._replace(statistics=None)), 'statistics': statistics}
     return {'agent': {'name': name, 'overrides': dict(overrides)}, 'spec': packed, 'env': env_name}
 
@@ -92,9 +101,14 @@ def rebuild(config: Mapping[str, Any]) -> tuple[Agent, Spec]:
     observations = _float_bounds(packed['observations'], packed['dict'])
     spec = unpack_spec({**packed, 'actions': _float_bounds(packed['actions'], False), 'observations': observations})
     if statistics is not None:
-        spec = spec._replace(statistics=Statistics(**{key: np.asarray(value, np.float32) for key, value in statistics.items()}))
+        parts = {key: _statistics(part) for key, part in statistics.items()} if packed['dict'] else _statistics(statistics)
+        spec = spec._replace(statistics=parts)
     overrides = {key: tuple(value) if isinstance(value, list) else value for key, value in config['agent']['overrides'].items()}
     return agents.make(config['agent']['name'], spec, **overrides), spec
+
+
+def _statistics(fields: Mapping[str, Any]) -> Statistics:
+    return Statistics(**{key: np.asarray(value, np.float32) for key, value in fields.items()})
 
 
 def _float_bounds(fields: Mapping[str, Any], is_dict: bool) -> dict[str, Any]:
@@ -196,12 +210,26 @@ def _difference(agent: Agent, states: Any, other: Loaded, source: Any) -> float:
         raise ValueError(
             f'the runs plan {agent.policy.horizon} and {other.agent.policy.horizon} control steps: set the same horizon_length'
         )
-    statistics = spec.statistics
-    center = np.zeros(spec.observations.shape) if statistics is None else statistics.mean
-    scale = np.ones(spec.observations.shape) if statistics is None else statistics.std
-    observations = jnp.asarray(center + scale * np.random.default_rng(0).standard_normal((16, *spec.observations.shape)), jnp.float32)
+    observations = _example_observations(spec, np.random.default_rng(0))
     plans = [_plans(owner, state, observations, spec) for owner, state in ((agent, states), (other.agent, source))]
     return float(jnp.max(jnp.abs(plans[0] - plans[1])))
+
+
+def _example_observations(spec: Spec, random: np.random.Generator) -> Any:
+    """16 observations like those of the data; without statistics, spread over the bounds where there are any."""
+
+    def example(part: ArraySpec, statistics: Statistics | None) -> Any:
+        noise = random.standard_normal((16, *part.shape))
+        if statistics is not None:
+            noise = np.asarray(statistics.mean)[None] + np.asarray(statistics.std)[None] * noise
+        elif np.isfinite(part.maximum - part.minimum):
+            noise = random.uniform(part.minimum, part.maximum, noise.shape)
+        return jnp.asarray(np.clip(noise, part.minimum, part.maximum).astype(part.dtype))
+
+    if isinstance(spec.observations, Mapping):
+        statistics = spec.statistics or dict.fromkeys(spec.observations)
+        return {name: example(part, statistics[name]) for name, part in spec.observations.items()}
+    return example(spec.observations, spec.statistics)
 
 
 def _plans(agent: Agent, states: Any, observations: Any, spec: Spec) -> Any:

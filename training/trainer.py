@@ -12,7 +12,7 @@ import numpy as np
 
 from agents.types import Agent, Stage
 from data.types import Dataset
-from training import folder, logger, loop, members, rollout, statistics
+from training import folder, logger, loop, members, rollout, space, statistics
 from training.checkpoints import Checkpoints
 from training.collect import Collector
 from training.evaluation import Evaluator, member_scores
@@ -115,7 +115,7 @@ def fit(
         if done and done[0] > (total := sum(stage.count for stage in all_stages)):
             raise ValueError(f'{out} has done {done[0]} updates already: ask for at least as many, not {total}, or choose another folder')
     try:
-        run.prepare(prepare_states, replay_capacity, eval_env)
+        run.prepare(prepare_states, replay_capacity, eval_env, out)
         if out is None:
             return run.train(None)
         defining = {**(config or {}), 'control': dataclasses.asdict(run.control)}
@@ -159,7 +159,7 @@ class _Run:
 
     # ---- set-up
 
-    def prepare(self, prepare_states, replay_capacity, eval_env) -> None:
+    def prepare(self, prepare_states, replay_capacity, eval_env, out) -> None:
         agent, sources, control = self.agent, self.sources, self.control
         self.spread, self.shared = members.sharding(len(self.team.seeds), control.num_devices)
         states = members.init_states(agent, self.team)
@@ -170,8 +170,11 @@ class _Run:
         def init(state, key):
             return loop.init_carry(agent, sources, needs, replay_capacity, state, key)
 
-        carry = jax.jit(jax.vmap(init))(states, self.keys)
-        self.carry = jax.device_put(jax.tree.map(jnp.copy, carry), self.spread)  # its own buffers: they are donated to the first call
+        shapes = jax.eval_shape(jax.vmap(init), states, self.keys)
+        self._check_space(shapes, replay_capacity, out)
+        carry = jax.jit(jax.vmap(lambda state, key: init(state, key)._replace(replays={})))(states, self.keys)
+        carry = jax.device_put(jax.tree.map(jnp.copy, carry), self.spread)  # its own buffers: they are donated to the first call
+        self.carry = carry._replace(replays=loop.empty_replays(shapes.replays, self.spread))
         self.keys = jax.device_put(self.keys, self.spread)
         self.datasets = [
             jax.device_put({**sources.datasets, **jax.tree.map(jnp.asarray, dict(stage.data or {}))}, self.shared) for stage in self.stages
@@ -190,6 +193,22 @@ class _Run:
             self.evaluator = Evaluator(agent.policy, name, len(self.team.seeds), control.eval_episodes, control.num_workers, made)
             for mode in control.eval_modes:
                 rollout.check_mode(agent.policy, mode)
+
+    def _check_space(self, shapes: loop.Carry, replay_capacity: int, out: str | Path | None) -> None:
+        """Says how large the replay is. Raises ValueError if it can't fit."""
+        interval, keep = self.control.checkpoint_interval, self.control.checkpoint_keep
+        acted = {}
+        for source in shapes.replays:
+            total = sum(loop.acted(self.agent, stage, source, stage.count) for stage in self.stages)
+            between = max(loop.acted(self.agent, stage, source, interval) for stage in self.stages)
+            acted[source] = (total, between if interval else total)
+        size = space.measure(shapes, acted, keep)
+        if shapes.replays:
+            on_disk = f'; checkpoints: {space.spell(size.state)} of state each, parts of the replay up to {space.spell(size.parts)} in all'
+            self.announce(f'replay: {space.spell(size.replays)} on the device{on_disk if out else ""}')
+            space.check_memory(size, list(self.spread.mesh.devices.flat), replay_capacity)
+        if out is not None:
+            space.check_disk(size, out, keep, replay_capacity)
 
     # ---- the loop
 
@@ -239,9 +258,10 @@ class _Run:
         self.progress.update(updates)
 
         last = cursor.counter == total
-        if cursor.counter % control.log_interval == 0 or last:
+        logs, evaluates = self._on_interval(cursor.counter)
+        if logs or last:
             self._log(cursor.counter)
-        self.evaluation_due = last or (control.eval_interval > 0 and cursor.counter % control.eval_interval == 0)
+        self.evaluation_due = evaluates or last
         self._evaluate(cursor.counter)
         if last or (control.checkpoint_interval and cursor.counter % control.checkpoint_interval == 0):
             self._save(cursor)
@@ -286,12 +306,18 @@ class _Run:
 
     # ---- what happens between calls
 
+    def _on_interval(self, update: int) -> tuple[bool, bool]:
+        """Whether metrics are logged, and whether the policy is evaluated, after `update` updates that are not the last ones."""
+        control = self.control
+        return update % control.log_interval == 0, control.eval_interval > 0 and update % control.eval_interval == 0
+
     def _log(self, update: int) -> None:
         health, env_steps = jax.device_get((self.carry.health, self.carry.env_steps))
         metrics = {**self.latest, 'health/skipped': health.skipped, 'health/diverged': health.diverged}
         if self.sources.envs:
             metrics['env_steps'] = env_steps
-        self.latest = {name: np.full_like(values, np.nan) for name, values in self.latest.items()}
+        if self._on_interval(update)[0]:  # else this row is the last one, and the next one needs them should the run be extended
+            self.latest = {name: np.full_like(values, np.nan) for name, values in self.latest.items()}
         self._write(update, metrics)
 
     def _write(self, update: int, metrics: Mapping[str, Any], logged: bool = False) -> None:
@@ -355,28 +381,35 @@ class _Run:
             self.announce('no checkpoint was written before the run ended: starting it again')
             return cursor
         template = {
-            'carry': self.carry,
+            'carry': jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.spread), self.carry),
             'collectors': {name: collector.get_state() for name, collector in self.collectors.items()},
         }
+        del self.carry  # its replay makes room for the restored one
         _, tree, meta = self.checkpoints.restore(template)
-        self.carry = jax.device_put(jax.tree.map(jnp.copy, tree['carry']), self.spread)
+        self.carry = tree['carry']
         for name, collector in self.collectors.items():
             collector.set_state(tree['collectors'][name])
         cursor = _Cursor(meta['stage'], meta['step'], meta['counter'])
-        if cursor.stage >= len(self.stages):  # the run was complete; more updates of its last stage extend it
-            done = cursor.counter - sum(stage.count for stage in self.stages[:-1])
-            if done < self.stages[-1].count:
-                cursor = cursor._replace(stage=len(self.stages) - 1, step=done)
+        done = cursor.counter - sum(stage.count for stage in self.stages[:-1])
+        extended = cursor.stage >= len(self.stages) and done < self.stages[-1].count  # the run was complete, its last stage goes on
+        if extended:
+            cursor = cursor._replace(stage=len(self.stages) - 1, step=done)
         self.earlier_seconds, self.compile_seconds, self.train_seconds = meta['seconds'], meta['compile_seconds'], meta['train_seconds']
         self.first_scores = {name: np.asarray(values, float) for name, values in meta['first_scores'].items()}
         self.last_scores = {name: np.asarray(values, float) for name, values in meta['last_scores'].items()}
         self.latest = {name: np.asarray(values, np.float32) for name, values in meta.get('latest', {}).items()}
         self.evaluation_due = meta.get('evaluation_due', False)
-        moved = self.logger.resume(cursor.counter)
+        logs, evaluates = self._on_interval(cursor.counter)
+        if extended and not evaluates:
+            self.evaluation_due, self.last_scores = False, {}
+
+        def surplus(row: Mapping[str, str]) -> bool:
+            """Whether it was written because the run ended here: one that was longer from the start has no such row."""
+            return extended and not (logs if row.get('health/skipped') else evaluates)
+
+        moved = self.logger.resume(cursor.counter, surplus)
         self.evaluation_logged = self.evaluation_due and _has_scores(self.logger.directory, cursor.counter, self.control.eval_modes[-1])
-        self.announce(
-            f'resuming after {cursor.counter} updates' + (f'; {moved} later rows moved to metrics.discarded.csv' if moved else '')
-        )
+        self.announce(f'resuming after {cursor.counter} updates' + (f'; {moved} rows moved to metrics.discarded.csv' if moved else ''))
         return cursor
 
     def _summary(self, updates: int) -> dict[str, Any]:

@@ -1,24 +1,48 @@
 """One episode as an animation."""
 
+import os
+import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+import envs
 from training import streams
 from training.host import Actor
 
 EVERY = 4  # control steps per frame
 
 
-def record(run: Any, env: Any, mode: str, out: Path) -> Path:
-    """Acts one episode with the first member of a loaded run in a HostEnv of one slot and writes it as a GIF.
+def open_env(name: str) -> Any:
+    """A HostEnv of one slot that has drawn a frame.
 
-    Raises ValueError for an environment that cannot be rendered here; whatever the GL library raises passes through.
+    Raises ValueError (one line) for an unknown name, an environment without pictures, or a machine that cannot draw.
     """
-    if env.on_device:
-        raise ValueError('environments on the device have no renderer')
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # GLFW warns of the missing display before MuJoCo gives up
+            env = envs.make(name)
+            if not env.on_device:
+                env.reset(np.zeros(1, np.int64), np.ones(1, bool))
+                env.render(0)
+                return env
+    except ValueError:
+        raise
+    # Each OpenGL library fails in its own way, some when MuJoCo is imported: AttributeError, ImportError, RuntimeError, mujoco.FatalError.
+    except Exception as error:
+        backend = f'MUJOCO_GL={os.environ["MUJOCO_GL"]}' if os.environ.get('MUJOCO_GL') else 'MUJOCO_GL unset'
+        raise ValueError(
+            f'no video: cannot draw {name} with {backend} ({textwrap.shorten(str(error), 120)}); choose MUJOCO_GL=egl (library libegl1) '
+            'or MUJOCO_GL=osmesa (library libosmesa6), doctor.py shows which of them render, or leave --video out'
+        ) from error
+    raise ValueError(f'no video: {name} runs on the device, where nothing draws: leave --video out')
+
+
+def record(run: Any, env: Any, mode: str, out: Path) -> Path:
+    """Acts one episode with the first member of a loaded run in an `open_env` and writes it as a GIF."""
     from PIL import Image
 
     state = jax.tree.map(lambda leaf: leaf[:1], run.state)

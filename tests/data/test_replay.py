@@ -94,13 +94,15 @@ bits = st.lists(st.booleans(), min_size=6, max_size=6)
     length=st.sampled_from([1, 2, 6]),  # 6 exceeds the capacity of 4
 )
 def test_equals_a_reference_by_lists(calls, kind, length):
-    ring, rings = empty(4, 2), [[], []]
+    ring, rings, added = empty(4, 2), [[], []], np.zeros(2)
     for call, (valid, terminal, truncated) in enumerate(calls):
         numbers = 10 * call + np.arange(3)[None, :] + 1000 * np.arange(2)[:, None]
         valid, terminal, truncated = (np.reshape(x, (2, 3)) for x in (valid, terminal, truncated))
         new = steps(numbers, valid, masks=~terminal, truncations=truncated & ~terminal)
         ring = add(ring, new)
         append(rings, 4, new)
+        added += valid.sum(axis=1)
+    np.testing.assert_array_equal(ring.added, added)
     np.testing.assert_array_equal(ring.size, [len(x) for x in rings])
     batch = jax.device_get(blocks(ring, Need(kind, length=length), 4))  # block e is environment e, oldest first
     batch['log_prob'] = batch.pop('extras')['log_prob']
@@ -121,7 +123,7 @@ def test_by_hand_after_wrap_around():
     ring = add(ring, steps([[0, 1, 2]]))
     ring = add(ring, steps([[3, 4, 5]], truncations=[[1, 0, 0]]))
     np.testing.assert_array_equal(ring.columns['rewards'], [[104, 105, 102, 103]])
-    assert (int(ring.pointer[0]), int(ring.size[0])) == (2, 4)
+    assert (int(ring.pointer[0]), int(ring.size[0]), int(ring.added[0])) == (2, 4, 6)
     chunks = blocks(ring, Need('chunks', length=3), 4)
     np.testing.assert_array_equal(chunks['rewards'][0], [[102, 103, 0], [103, 0, 0], [104, 105, 0], [105, 0, 0]])
     np.testing.assert_array_equal(chunks['truncations'][0], [[0, 1, 0], [1, 0, 0], [0, 0, 0], [0, 0, 0]])  # no border is invented
@@ -191,9 +193,9 @@ def test_vmap_over_seeds_equals_a_loop():
 def test_dict_observations_types_and_size():
     images = env_types.ArraySpec((4, 4, 3), dtype='uint8')
     spec = SPEC._replace(observations={'image': images, 'state': env_types.ArraySpec((2,))})
-    # per transition: 2 x (48 + 8) observations, 4 action, 12 reward, mask, truncation = 128; per environment two counters
-    assert replay.nbytes(spec, 10, 3) == 3 * (10 * 128 + 8)
-    assert replay.nbytes(SPEC, 10, 3, {'log_prob': np.zeros((), np.float32)}) == 3 * (10 * (2 * 8 + 4 + 12 + 4) + 8)
+    # per transition: 2 x (48 + 8) observations, 4 action, 12 reward, mask, truncation = 128; per environment three counters
+    assert replay.nbytes(spec, 10, 3) == 3 * (10 * 128 + 12)
+    assert replay.nbytes(SPEC, 10, 3, {'log_prob': np.zeros((), np.float32)}) == 3 * (10 * (2 * 8 + 4 + 12 + 4) + 12)
     ring = replay.init(spec, 10, 3)
     assert sum(x.nbytes for x in jax.tree.leaves(ring)) == replay.nbytes(spec, 10, 3)
     new = steps(np.arange(6).reshape(3, 2))
@@ -206,7 +208,7 @@ def test_dict_observations_types_and_size():
 
 
 def test_size_of_a_replay_that_could_never_be_allocated():
-    assert replay.nbytes(SPEC, 2**30, 1) == 2**30 * (2 * 8 + 4 + 12) + 8
+    assert replay.nbytes(SPEC, 2**30, 1) == 2**30 * (2 * 8 + 4 + 12) + 12
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_die_now(credit, advantage_of_dying):
 
 def test_gaussian_log_prob_is_scipy():
     mean, log_std, values = np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32)
-    np.testing.assert_allclose(gaussian_log_prob(mean, log_std, values), stats.norm(mean, np.exp(log_std)).logpdf(values), rtol=1e-5)
+    np.testing.assert_allclose(gaussian_log_prob(mean, log_std, values), stats.norm.logpdf(values, mean, np.exp(log_std)), rtol=1e-5)
 
 
 def test_clipped_surrogate_by_hand():

@@ -4,8 +4,6 @@ D(t) = (1-t)^2 + t^2 s^2; v_b(x, t) = m + (t s^2 - (1-t)) (x - t m) / D(t); the 
 end-point KL = s^2 |c|^2 / (2 lambda^2), and a budget eps gives lambda* = s |c| / sqrt(2 eps).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np

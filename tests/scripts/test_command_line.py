@@ -235,14 +235,35 @@ def test_runs_of_one_name_are_both_compared(lines):
     assert 'given twice' in twice.stderr
 
 
-def test_evaluations_lie_beside_their_run_and_videos_that_fail_say_so(lines):
-    """The folder is me@lab/run, the video that of an environment on the device, which has no renderer."""
-    done = script('evaluate', f'--run={lines[0]}@2', '--num_episodes=1', '--num_workers=0', '--video')
+def test_evaluations_lie_beside_their_run(lines):
+    """The folder is me@lab/run."""
+    done = script('evaluate', f'--run={lines[0]}@2', '--num_episodes=1', '--num_workers=0')
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith('no video: environments on the device have no renderer')
-    assert len(done.stderr.strip().splitlines()) == 1
     result = json.loads((lines[0] / 'evaluation.json').read_text())
     assert result['diverged'] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ('which', 'backend', 'words'),
+    [
+        ('maze', 'glfw', 'with MUJOCO_GL=glfw ('),  # fails when something is drawn: there is no display
+        ('maze', 'unheard_of', 'with MUJOCO_GL=unheard_of ('),  # fails when mujoco is imported, like a library that is not there
+        ('line', 'egl', 'runs on the device'),
+    ],
+)
+def test_a_video_that_cannot_be_made_is_one_line(folder, lines, tmp_path, monkeypatch, which, backend, words):
+    for name in ('DISPLAY', 'WAYLAND_DISPLAY'):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv('MUJOCO_GL', backend)
+    run = {'maze': folder / 'bc', 'line': lines[1]}[which]
+    done = script('evaluate', f'--run={run}', '--num_workers=0', '--video', f'--out={tmp_path / "scores.json"}')
+    assert (done.returncode, done.stdout) == (2, ''), done.stderr
+    assert done.stderr.startswith('error: no video: ')
+    assert words in done.stderr
+    assert 'leave --video out' in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+    assert not (run / 'video').exists()
 
 
 OWN = """

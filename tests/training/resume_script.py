@@ -60,7 +60,7 @@ def main(kind: str, out: str, num_updates: int) -> training.Result:
     stages = [agents.Stage('collect', 1), agents.Stage('train', num_updates, {'collect': 3, 'refit': 2})]
     agent = load_dummies().make(envs.make(name).spec)
     return training.fit(
-        agent, sources=sources, num_envs=2, replay_capacity=64, stages=stages, seeds=seeds, config={'seeds': [3, 5]}, **common
+        agent, sources=sources, num_envs=2, replay_capacity=200, stages=stages, seeds=seeds, config={'seeds': [3, 5]}, **common
     )
 
 

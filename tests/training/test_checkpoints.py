@@ -351,7 +351,7 @@ def test_files_that_only_orbax_dislikes(small, capfd, caplog):
     assert store.verify(20) is None
     assert store.restore(small_tree(0))[0] == 10
     assert len(lines) == 1
-    assert 'orbax cannot read it' in lines[0]
+    assert 'its arrays cannot be read' in lines[0]
     assert '\n' not in lines[0]
     assert capfd.readouterr().err == ''
     assert caplog.records == []
@@ -482,7 +482,7 @@ def kill_at(monkeypatch, count: int) -> None:
 
     for name in ('os.fsync', 'os.replace', 'os.rename', 'os.unlink', 'os.rmdir', 'os.mkdir'):
         monkeypatch.setattr(name, wrap(getattr(os, name.split('.')[1])))
-    monkeypatch.setattr(checkpoints.Checkpoints, '_remove_temporary', wrap(checkpoints.Checkpoints._remove_temporary))
+    monkeypatch.setattr(checkpoints.Checkpoints, '_tidy', wrap(checkpoints.Checkpoints._tidy))
     monkeypatch.setattr(shutil, 'rmtree', wrap(shutil.rmtree))
 
 

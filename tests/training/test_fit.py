@@ -1,7 +1,10 @@
 """`fit` and its folder: resume, signals, damage, full disks, extension. Kill -9 is in test_resume.py."""
 
+import collections
 import errno
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +20,7 @@ import training
 from agents.types import Stage
 from data.dataset import from_trajectories
 from envs.types import ArraySpec, Spec
-from training import checkpoints, logger
+from training import checkpoints, logger, space
 
 SPEC = Spec(ArraySpec((1,)), ArraySpec((1,), -1, 1), 20)
 UPDATES = 12
@@ -181,11 +184,47 @@ def test_overwrite_starts_anew(train, whole, tmp_path):
     assert_equal_rows(run, whole[0])
 
 
-def test_an_extended_run_is_a_longer_one(train, whole, tmp_path):
-    train(tmp_path / 'run', updates=8)
-    result, _ = train(tmp_path / 'run', resume=True)
+@pytest.mark.parametrize(('updates', 'discarded'), [(8, []), (10, [10] * 4)])
+def test_an_extended_run_is_a_longer_one(train, whole, tmp_path, updates, discarded):
+    """Rows of two seeds every 4 updates: a log and an evaluation that were written after 10, because they were the last, move away."""
+    run = tmp_path / 'run'
+    train(run, updates=updates)
+    assert logger.read(run)['update'].max() == updates
+    result, _ = train(run, resume=True)
     assert_equal_states(result.state, whole[1].state)
-    assert_equal_rows(tmp_path / 'run', whole[0])
+    assert (run / 'metrics.csv').read_text() == (whole[0] / 'metrics.csv').read_text()
+    assert discarded_updates(run) == discarded
+    assert {**result.summary, **TIMES} == {**whole[1].summary, **TIMES}
+
+
+def test_an_extended_run_may_keep_its_last_log_but_not_its_last_evaluation(train, tmp_path):
+    """8 is on the interval of the log; without an interval the only evaluations are the first and the last one."""
+    run, control = tmp_path / 'run', {'eval_interval': 0}
+    train(run, updates=8, control=control)
+    train(run, resume=True, control=control)
+    rows = logger.read(run)
+    for metric, updates in (('actor/clone_loss', [4, 8, 12]), ('eval/length', [0, 12])):
+        assert rows['update'][np.isfinite(rows[metric])].tolist() == np.repeat(updates, 2).tolist()
+    assert discarded_updates(run) == [8, 8]
+
+
+def test_an_evaluation_that_is_due_only_at_the_end_is_not_made_good_when_extended(train, whole, tmp_path):
+    """A signal abandons the evaluation after 10 updates; the run of 12 has none there."""
+    run = tmp_path / 'run'
+    assert train(run, updates=10, progress_fn=stop_at(10))[0].stopped
+    train(run, resume=True)
+    assert_equal_rows(run, whole[0])
+    assert discarded_updates(run) == [10, 10]
+
+
+TIMES = dict.fromkeys(('wall_seconds', 'compile_seconds', 'updates_per_second'))
+
+
+def discarded_updates(run):
+    if not (run / 'metrics.discarded.csv').exists():
+        return []
+    _, *rows = (run / 'metrics.discarded.csv').read_text().splitlines()
+    return [int(row.partition(',')[0]) for row in rows]
 
 
 def truncate(step):
@@ -276,8 +315,7 @@ def online(dummies, name, stages, out=None, **keywords):
         progress_fn=lambda update, metrics: rows.update({update: {key: np.asarray(value) for key, value in metrics.items()}}),
         control=training.Control(**intervals),
         out=out,
-        announce=lambda message: None,
-        **keywords,
+        **{'announce': lambda message: None, **keywords},
     )
     return result, rows
 
@@ -302,6 +340,18 @@ def test_rows_hold_the_last_finite_value_however_updates_are_fused(dummies, tmp_
     resumed, _ = online(dummies, name, stages, out=tmp_path / 'run', resume=True, control=control | {'updates_per_call': 1})
     assert (tmp_path / 'run' / 'metrics.csv').read_text() == before
     assert_equal_states(resumed.state, result.state)
+
+
+def test_an_extended_run_logs_what_happened_before_its_old_end(dummies, tmp_path):
+    """A row every 3 updates. The rider of update 8 is in the last row of a run of 8; once extended, it is in the row after 9."""
+    online(dummies, 'line', [Stage('train', 12, {'collect': 7})], out=tmp_path / 'whole', control={'log_interval': 3})
+    for count in (8, 12):
+        stages = [Stage('train', count, {'collect': 7})]
+        online(dummies, 'line', stages, out=tmp_path / 'run', resume=True, control={'log_interval': 3}, config={'count': count})
+        rows = logger.read(tmp_path / 'run')
+        assert np.isfinite(rows['collect/valid'][rows['update'] == min(count, 9)]).all()
+    assert (tmp_path / 'run' / 'metrics.csv').read_text() == (tmp_path / 'whole' / 'metrics.csv').read_text()
+    assert discarded_updates(tmp_path / 'run') == [8, 8]
 
 
 def test_a_host_environment_that_has_not_been_used_yet_is_saved(dummies, tmp_path):
@@ -329,3 +379,121 @@ def test_two_devices_act_like_one(dummies):
     two, others = online(dummies, 'line', stages, control={'log_interval': 1, 'num_devices': 2})
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), two.state, one.state)
     np.testing.assert_array_equal(rows[4]['fresh/valid'], others[4]['fresh/valid'])
+
+
+# ------------------------------------------------------------------------------------------------------------ replays on the disk
+
+
+IN_PARTS: dict[str, Any] = {'control': {'log_interval': 2, 'checkpoint_interval': 2, 'checkpoint_keep': 3}}
+
+
+@pytest.fixture(scope='module', params=['line', 'host-line'])
+def acted(request, dummies, tmp_path_factory):
+    """(name, folder, Result) of 12 updates that were saved every 2, with a replay that is read from 'other'."""
+    folder = tmp_path_factory.mktemp('acted') / 'run'
+    return request.param, folder, online(dummies, request.param, [Stage('train', 12, {'collect': 3})], folder, **IN_PARTS)[0]
+
+
+def parts_of(run, step):
+    (entries,) = json.loads((run / 'checkpoints' / f'step_{step:09d}' / 'parts.json').read_text()).values()
+    return [run / 'checkpoints' / entry['file'] for entry in entries]
+
+
+def stored_replay(run):
+    """The replay of the newest checkpoint: {name: array}."""
+    store = checkpoints.Checkpoints(run / 'checkpoints')
+    path = store.path(store.steps()[-1])
+    stored, _ = checkpoints._read_descriptions(path)
+    arrays, _ = checkpoints._read(path, stored, checkpoints._listed(path))
+    return {name: values for name, values in arrays.items() if 'replays' in name}
+
+
+def test_a_checkpoint_adds_a_part(acted):
+    """The rider acts in updates 1, 4, 7 and 10: between checkpoints 2 and 4, 6 and 8, 8 and 10, but not 4 and 6 or 10 and 12."""
+    _, run, _ = acted
+    assert [path.name for path in parts_of(run, 12)] == [f'step_{step:09d}.replay_0.npz' for step in (2, 4, 8, 10)]
+    assert sorted(path.name for path in (run / 'checkpoints').iterdir() if path.is_file()) == [path.name for path in parts_of(run, 12)]
+
+
+def test_a_damaged_part_costs_one_checkpoint_and_no_number(acted, dummies, tmp_path):
+    """12 and 10 need the part of 10; the run goes on after 8 updates and comes to the same end."""
+    name, whole, result = acted
+    run = tmp_path / 'run'
+    shutil.copytree(whole, run)
+    victim = parts_of(run, 12)[-1]
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(bytes(data))
+    news: list[str] = []
+    stages = [Stage('train', 12, {'collect': 3})]
+    resumed, _ = online(dummies, name, stages, run, resume=True, announce=news.append, **IN_PARTS)
+    passed = [line for line in news if 'passing over' in line]
+    assert [f'step_{step:09d}: its part {victim.name} has another SHA-256' in line for step, line in zip((12, 10), passed, strict=True)]
+    assert 'resuming after 8 updates' in news[-1]
+    assert_equal_states(resumed.state, result.state)
+    assert (run / 'metrics.csv').read_text() == (whole / 'metrics.csv').read_text()
+    jax.tree.map(np.testing.assert_array_equal, stored_replay(run), stored_replay(whole))
+    assert [path.read_bytes() for path in parts_of(run, 12)] == [path.read_bytes() for path in parts_of(whole, 12)]
+
+
+def test_an_extended_run_goes_on_with_its_parts(acted, dummies, tmp_path):
+    name, whole, result = acted
+    run = tmp_path / 'run'
+    for count in (8, 12):
+        extended, _ = online(dummies, name, [Stage('train', count, {'collect': 3})], run, resume=True, config={'count': count}, **IN_PARTS)
+    assert_equal_states(extended.state, result.state)
+    jax.tree.map(np.testing.assert_array_equal, stored_replay(run), stored_replay(whole))
+    assert [path.name for path in parts_of(run, 12)] == [path.name for path in parts_of(whole, 12)]
+
+
+def test_members_on_two_devices_resume(dummies, tmp_path):
+    control = {**IN_PARTS['control'], 'num_devices': 2}
+    stages = [Stage('train', 6, {'collect': 2})]
+    whole, _ = online(dummies, 'line', stages, tmp_path / 'run', control=control)
+    stored = stored_replay(tmp_path / 'run')
+    lose(tmp_path / 'run' / 'checkpoints' / 'step_000000006')
+    resumed, _ = online(dummies, 'line', stages, tmp_path / 'run', resume=True, control=control)
+    assert_equal_states(resumed.state, whole.state)
+    jax.tree.map(np.testing.assert_array_equal, stored_replay(tmp_path / 'run'), stored)
+
+
+def test_overwriting_deletes_the_parts(acted, dummies, tmp_path):
+    name, whole, _ = acted
+    run = tmp_path / 'run'
+    shutil.copytree(whole, run)
+    online(dummies, name, [Stage('train', 1)], run, overwrite=True, **IN_PARTS)
+    assert sorted(path.name for path in (run / 'checkpoints').iterdir()) == ['step_000000001']
+
+
+def test_the_size_is_said_at_the_start(dummies, tmp_path):
+    """A row is 2 x 4 B observation, 4 B action, 3 x 4 B reward, mask, truncation, 2 x 4 B extras = 32 B; 64 rows, 2 environments, 2 seeds.
+
+    'collect' runs in updates 1, 4, 7, 10 of 12, for 8 steps each: at most 32 rows per environment, and 32 x 4 x 32 B = 4096 B.
+    """
+    news: list[str] = []
+    stages = [Stage('train', 12, {'collect': 3})]
+    online(dummies, 'line', stages, tmp_path / 'run', announce=news.append, **IN_PARTS)
+    assert news[0].startswith('replay: 8.2 kB on the device; checkpoints: ')
+    assert news[0].endswith(' of state each, parts of the replay up to 4.1 kB in all')
+    online(dummies, 'line', stages, announce=news.append, **IN_PARTS)
+    assert news[1:] == ['replay: 8.2 kB on the device']
+
+
+def test_a_replay_that_cannot_fit_is_refused(dummies, train, tmp_path, monkeypatch):
+    """Before anything is allocated or written, in one line; runs without a replay are held against the disk only."""
+    free = collections.namedtuple('usage', 'total used free')
+    stages, run = [Stage('train', 12, {'collect': 3})], tmp_path / 'run'
+    with monkeypatch.context() as patch:
+        patch.setattr(space, 'free_memory', lambda devices: 8000)
+        with pytest.raises(ValueError, match=r'take 8\.\d kB, but 8\.0 kB of memory are free: lower --replay_capacity=64$'):
+            online(dummies, 'line', stages, run, **IN_PARTS)
+        train(None)
+    monkeypatch.setattr(shutil, 'disk_usage', lambda path: free(0, 0, 4000))
+    with pytest.raises(
+        ValueError, match=r'has room for 4\.0 kB: lower --replay_capacity=64 or --checkpoint_keep=3, or choose another --out$'
+    ):
+        online(dummies, 'line', stages, run, **IN_PARTS)
+    with pytest.raises(ValueError, match=r'has room for 4\.0 kB: lower --checkpoint_keep=3, or choose another --out$'):
+        train(run)
+    assert not run.exists()
+    train(None)

@@ -137,6 +137,14 @@ def test_resume_moves_later_rows(tmp_path):
     assert [row['new'] for row in rows_of(tmp_path, 'metrics.discarded.csv')] == ['', '', '', '', '', '', '1.0']
 
 
+def test_resume_moves_surplus_rows_of_the_last_update(tmp_path):
+    """After 20 updates two rows with a loss, which move, and one without. Two later ones move anyway; the second time there is none."""
+    filled(tmp_path).write(20, [{'seed': 0, 'eval/success': 1.0}])
+    for moved in (4, 0):
+        assert make(tmp_path)[0].resume(20, lambda row: row['loss'] != '') == moved
+        assert [(row['update'], row['loss'], row['eval/success']) for row in rows_of(tmp_path)[2:]] == [('20', '', '1.0')]
+
+
 def test_resume_without_need(tmp_path):
     assert make(tmp_path)[0].resume(5) == 0
     assert os.listdir(tmp_path) == []
@@ -309,20 +317,23 @@ def events_of(path: Path) -> list:
     return events
 
 
-def test_tensorboard_events(tmp_path):
+def test_tensorboard_events(tmp_path, caplog):
     assert crc32c(b'123456789') == 0xE3069283  # the check value of CRC-32C
     threads = threading.active_count()
     log, lines = make(tmp_path, tensorboard=True)
     log.write(10, [{'seed': 0, 'loss': 1.0, 'eval/success': None}, {'seed': 1, 'loss': 2.0}])
-    log.write(20, [{'seed': 0, 'loss': 3.0, 'eval/success': 0.5}, {'seed': 0, 'setting': 'kl=0.1/x', 'loss': float('nan')}])
+    broken = {'loss': float('nan'), 'grad': float('inf'), 'tau': 0.25}
+    log.write(20, [{'seed': 0, 'loss': 3.0, 'eval/success': 0.5}, {'seed': 0, 'setting': 'kl=0.1/x', **broken}])
     assert lines == []
+    assert caplog.text == ''  # tensorboardX warns of numbers that are not finite
     paths = sorted((tmp_path / 'events').rglob('events.out.tfevents.*'))
     assert [str(path.parent.relative_to(tmp_path / 'events')) for path in paths] == ['kl=0.1%2Fx/seed_0', 'seed_0', 'seed_1']
     first = events_of(paths[1])
     assert first[0].file_version == 'brain.Event:2'
     scalars = [(event.step, value.tag, value.simple_value) for event in first for value in event.summary.value]
     assert scalars == [(10, 'loss', 1.0), (20, 'loss', 3.0), (20, 'eval/success', 0.5)]
-    assert np.isnan(events_of(paths[0])[1].summary.value[0].simple_value)
+    assert [(value.tag, value.simple_value) for value in events_of(paths[0])[1].summary.value] == [('tau', 0.25)]
+    assert [rows_of(tmp_path)[-1][name] for name in broken] == ['nan', 'inf', '0.25']
     assert threading.active_count() == threads
 
 
@@ -339,6 +350,18 @@ def test_tensorboard_hides_what_a_resume_discards(tmp_path):
     assert version.file_version == 'brain.Event:2'
     assert (start.session_log.status, start.step) == (start.session_log.START, 11)
     assert (event.step, event.summary.value[0].simple_value) == (20, 3.0)
+
+
+@pytest.mark.parametrize(('surplus', 'step'), [(lambda row: row['loss'] != '', 21), (lambda row: True, 11)])
+def test_tensorboard_hides_surplus_rows_if_nothing_else_was_written_then(tmp_path, surplus, step):
+    log, _ = make(tmp_path, tensorboard=True)
+    log.write(10, [{'seed': 0, 'loss': 1.0}])
+    log.write(20, [{'seed': 0, 'loss': 2.0}, {'seed': 0, 'eval/success': 1.0}])
+    log, _ = make(tmp_path, tensorboard=True)
+    log.resume(20, surplus)
+    log.write(30, [{'seed': 0, 'loss': 3.0}])
+    _, new = sorted((tmp_path / 'events').rglob('events.out.tfevents.*'))
+    assert events_of(new)[1].step == step
 
 
 def test_tensorboard_is_missing(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from training import logger
-from training.checkpoints import Checkpoints, _read_arrays, _read_descriptions
+from training.checkpoints import Checkpoints, _listed, _read, _read_descriptions
 
 SCRIPT = Path(__file__).with_name('resume_script.py')
 UPDATES = {'offline': 400, 'device': 120, 'host': 60}
@@ -59,8 +59,11 @@ def arrays_of(folder):
     checkpoints = Checkpoints(folder / 'checkpoints')
     step = checkpoints.latest_verified()
     assert step is not None
-    stored, meta = _read_descriptions(checkpoints.path(step))
-    return step, _read_arrays(checkpoints.path(step), stored), meta
+    path = checkpoints.path(step)
+    stored, meta = _read_descriptions(path)
+    arrays, _ = _read(path, stored, _listed(path))
+    assert arrays.keys() == stored.keys()
+    return step, arrays, meta
 
 
 def assert_equal_runs(ours, theirs):

@@ -1,6 +1,8 @@
 """A run as JSON and back, and starting from another run's networks."""
 
 import json
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +10,13 @@ import numpy as np
 import pytest
 
 import agents
+import envs
 import training
+from agents import registry, template
 from agents.types import Stage
 from data import npz
-from data.dataset import statistics
-from envs.types import ArraySpec, Spec
+from data.dataset import from_trajectories, statistics
+from envs.types import ArraySpec, DeviceEnv, Spec, Statistics
 from training import folder, loop, members, runs
 
 TINY = {'hidden_sizes': (8,), 'batch_size': 8, 'horizon_length': 2, 'flow_steps': 2}
@@ -122,6 +126,115 @@ def test_adopting_what_does_not_fit_is_one_line(run, spec):
         assert '\n' not in str(caught.value)
     with pytest.raises(ValueError, match='is not a run folder'):
         adopt('bc', path.parent, qam(), (0, 1))
+
+
+# -------------------------------------------------------------------------------------------------------- a dict of observations
+
+
+DICT_SPEC = Spec({'position': ArraySpec((1,)), 'pixels': ArraySpec((2, 1), 0, 255, 'uint8')}, ArraySpec((1,), -1, 1), 20)
+
+
+def as_dict(position):
+    """Where the point of probe/line is, as it is and as two equal pixels."""
+    pixels = jnp.round((position + 1) / 2 * 255).astype(jnp.uint8)
+    return {'position': position, 'pixels': jnp.stack([pixels, pixels], -2)}
+
+
+@pytest.fixture(scope='module')
+def dict_task():
+    """(agent module, DeviceEnv, Dataset): the template agent behind probe/line with a dict of observations."""
+
+    def flat(observations):
+        pixels = observations['pixels'].astype(jnp.float32) / 255
+        return jnp.concatenate([observations['position'], pixels.reshape(*pixels.shape[:-2], 2)], -1)
+
+    def make(config, spec):
+        agent = template.make(config, Spec(ArraySpec((3,)), spec.actions, spec.horizon))
+        train: Any = agent.phases['train']
+        plan = agent.policy.plan
+
+        def loss(params, state, batches, key):
+            batch = {**batches['data'], 'observations': flat(batches['data']['observations'])}
+            return train.loss(params, state, {'data': batch}, key)
+
+        def plan_flat(state, memory, timestep, key, mode):
+            return plan(state, memory, timestep._replace(observation=flat(timestep.observation)), key, mode)
+
+        phase = train._replace(loss=loss, update=train.build(loss))
+        return agent._replace(phases={'train': phase}, policy=agent.policy._replace(plan=plan_flat))
+
+    line = envs.make('probe/line')
+
+    def reset(key):
+        state = line.reset(key)
+        return state._replace(observation=as_dict(state.observation))
+
+    def step(state, action):
+        state = line.step(state._replace(observation=state.observation['position']), action)
+        return state._replace(observation=as_dict(state.observation))
+
+    module = types.ModuleType('dict_clone')
+    vars(module).update(Config=template.Config, make=make)
+    positions, actions = np.random.default_rng(0).uniform(-1, 1, (2, 42, 1)).astype(np.float32)
+    observations = jax.tree.map(np.asarray, as_dict(positions))
+    dataset = from_trajectories(observations, actions, -np.ones(42, np.float32), np.ones(42, np.float32), np.full(2, 20))
+    return module, DeviceEnv(DICT_SPEC, reset, step), dataset
+
+
+@pytest.mark.parametrize('with_statistics', [True, False])
+def test_runs_on_a_dict_of_observations_are_described_loaded_and_adopted(dict_task, tmp_path, monkeypatch, with_statistics):
+    module, env, dataset = dict_task
+    monkeypatch.setitem(registry._REGISTERED, 'dict_clone', module)
+    spec = DICT_SPEC._replace(statistics=statistics(dataset) if with_statistics else None)
+    overrides = {'hidden_sizes': (8,), 'batch_size': 8}
+    agent = agents.make('dict_clone', spec, **overrides)
+    described = runs.describe('dict_clone', overrides, spec)
+    config = runs.run_config(described, (0, 1), {}, [Stage('train', 3)], runs.Task(spec, None, None))
+    control = training.Control(num_devices=1, eval_episodes=1)
+    quiet = lambda message: None  # noqa: E731
+    result = training.fit(agent, dataset, 3, (0, 1), eval_env=env, out=tmp_path, config=config, control=control, announce=quiet)
+    assert np.isfinite(result.summary['eval']['eval/return']['']['per_seed']).all()
+
+    _, rebuilt = runs.rebuild(folder.read_config(tmp_path))
+    assert rebuilt.observations == spec.observations
+    jax.tree.map(np.testing.assert_array_equal, rebuilt.statistics, spec.statistics)
+    loaded = training.load(tmp_path)
+    assert equal(loaded.state, result.state)
+
+    team, said = members.over_grid(agent, (1, 0)), []
+    states = runs.adopter(agent, 'policy', tmp_path, said.append)(members.init_states(agent, team), team)
+    assert equal(states.params, jax.tree.map(lambda leaf: leaf[::-1], result.state.params))
+    assert float(said[0].split()[-1]) < 1e-6
+    # The check must notice an adoption that takes nothing over.
+    deaf = agent._replace(adopt={'policy': lambda state, other: state})
+    runs.adopter(deaf, 'policy', tmp_path, said.append)(members.init_states(agent, team), team)
+    assert float(said[1].split()[-1]) > 1e-3
+
+
+def test_example_observations_look_like_the_data():
+    """Mean 3, deviation 0 gives 3; pixels without statistics fill 0..255; data beyond the bounds are cut there."""
+    constant = Statistics(*np.full((4, 1), 3, np.float32) * np.array([1, 0, 1, 1])[:, None])
+    random = np.random.default_rng(0)
+    examples = runs._example_observations(DICT_SPEC, random)
+    assert {name: (part.shape, str(part.dtype)) for name, part in examples.items()} == {
+        'position': ((16, 1), 'float32'),
+        'pixels': ((16, 2, 1), 'uint8'),
+    }
+    assert examples['pixels'].min() < 64
+    assert examples['pixels'].max() > 191
+    for part, expected in ((ArraySpec((1,)), 3), (ArraySpec((1,), -2, 2), 2)):
+        np.testing.assert_array_equal(
+            runs._example_observations(Spec(part, ArraySpec((1,)), 1, constant), random), np.full((16, 1), expected)
+        )
+
+
+def test_a_file_for_a_dict_of_observations_is_refused(tmp_path):
+    npz.write(tmp_path / 'flat.npz', np.zeros((4, 1)), np.zeros((4, 1)), np.full(1, 3), np.zeros((4, 1)), np.zeros((4, 1)))
+    with pytest.raises(ValueError, match=r"but lab/dict has \{'position': \(1,\), 'pixels': \(2, 1\)\} and \(1,\)"):
+        runs.read_dataset(tmp_path / 'flat.npz', 'lab/dict', DICT_SPEC)
+
+
+# ------------------------------------------------------------------------------------------------------------------------ refusals
 
 
 def test_only_the_last_stage_may_grow(spec):
