@@ -20,14 +20,20 @@ from optimizers.metrics import Kronecker, RankOne
 Loss = Callable[[Any, Any], Array]
 
 
-def _mean_over_samples(function: Callable[[Any], Any], batch: Any, microbatch: int) -> Any:
-    """Mean of function(sample) over a batch with leaves [N, ...], `microbatch` samples at a time."""
+def _count(batch: Any) -> int:
+    """Samples in a batch with leaves [N, ...]."""
     sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(f'a batch needs one common number of samples above 0, not {sorted(sizes)}')
+    return sizes.pop()
+
+
+def _mean_over_samples(function: Callable[[Any], Any], batch: Any, microbatch: int) -> Any:
+    """Mean of function(sample) over a batch with leaves [N, ...], `microbatch` samples at a time."""
+    count = _count(batch)
     if microbatch < 1:
         raise ValueError(f'microbatch={microbatch} must be 1 or more')
-    count = sizes.pop()
+    batch = jax.tree.map(jnp.asarray, batch)  # traced rows are picked below, which NumPy arrays don't allow
     microbatch = min(microbatch, count)
     blocks = -(-count // microbatch)
     picks = jnp.minimum(jnp.arange(blocks * microbatch), count - 1).reshape(blocks, microbatch)
@@ -62,12 +68,14 @@ def rank_one(loss: Loss, params: Any, batch: Any, *, microbatch: int = 32) -> Ra
     Source: 'Avoid catastrophic forgetting with rank-1 Fisher from diffusion models', 2509.23593, section 3.
     """
     mean = _mean_over_samples(lambda sample: jax.grad(loss)(params, sample), batch, microbatch)
+    norm = optax.tree.norm(mean)
+    nonzero = jnp.where(norm > 0, norm, 1.0)
+    unit = jax.tree.map(lambda leaf: leaf / nonzero, mean)  # |mu|^4 would underflow for gradients of 1e-10
     # mu^T g is the derivative of the loss along mu, so no gradient of a sample need be kept.
     squares = _mean_over_samples(
-        lambda sample: jnp.square(jax.jvp(lambda each: loss(each, sample), (params,), (mean,))[1]), batch, microbatch
+        lambda sample: jnp.square(jax.jvp(lambda each: loss(each, sample), (params,), (unit,))[1]), batch, microbatch
     )
-    norm = jnp.square(optax.tree.norm(mean, squared=True))
-    return RankOne(mean, jnp.where(norm > 0, squares / jnp.where(norm > 0, norm, 1.0), 0.0))
+    return RankOne(mean, squares / jnp.square(nonzero))
 
 
 def low_rank(loss: Loss, params: Any, batch: Any, *, rank: int) -> Any:
@@ -76,13 +84,13 @@ def low_rank(loss: Loss, params: Any, batch: Any, *, rank: int) -> Any:
     The N x N Gram matrix of all per-sample gradients is decomposed, so N x P numbers exist at once; N of a few hundred is meant.
 
     Raises:
-      ValueError: rank outside 1 .. N.
+      ValueError: rank outside 1 .. N, or a batch without a common number of samples.
     """
-    gradients = jax.vmap(lambda sample: jax.grad(loss)(params, sample))(batch)
-    leaves = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(gradients)]
-    count = leaves[0].shape[0]
+    count = _count(batch)
     if not 1 <= rank <= count:
         raise ValueError(f'rank={rank} must be between 1 and the {count} samples')
+    gradients = jax.vmap(lambda sample: jax.grad(loss)(params, sample))(batch)
+    leaves = [leaf.reshape(count, -1) for leaf in jax.tree.leaves(gradients)]
     gram = sum(jnp.matmul(leaf, leaf.T, precision='highest') for leaf in leaves) / count
     vectors = jnp.linalg.eigh(gram)[1][:, ::-1][:, :rank]
     # With gram v = s v the vector G^T v / sqrt(N) has squared norm s: it is the factor itself.

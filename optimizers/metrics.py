@@ -95,12 +95,12 @@ def kronecker_form(factors: dict[str, Kronecker], step: Any) -> Array:
     """1/2 sum over layers of <D, A D G>, where D [in + 1, out] stacks the steps of a kernel and of its bias.
 
     Args:
-      factors: {'/'.join(path of the layer): its two factors}.
+      factors: {'/'.join(path of the layer): its two factors}; the path of a network that is one layer is ''.
       step: tree of a Flax network, {'params': {...: {'kernel', 'bias'}}}; layers without factors do not count.
     """
     total = jnp.zeros((), jnp.float32)
     for name, (inputs, outputs) in factors.items():
-        layer = functools.reduce(lambda tree, key: tree[key], name.split('/'), step['params'])
+        layer = functools.reduce(lambda tree, key: tree[key], name.split('/') if name else (), step['params'])
         stacked = jnp.concatenate([layer['kernel'], layer['bias'][None]]) if 'bias' in layer else layer['kernel']
         product = jnp.matmul(jnp.matmul(inputs, stacked, precision='highest'), outputs, precision='highest')
         total = total + 0.5 * _inner(product, stacked)

@@ -142,9 +142,9 @@ def natural_gradient(
 
         def attempt(carry: tuple) -> tuple:
             tries, _, _, _ = carry
-            fraction = jnp.asarray(decay, jnp.float32) ** tries
+            fraction = jnp.asarray(decay, float) ** tries
             accepted, distance = good(fraction)
-            return tries + 1, accepted, fraction, distance
+            return tries + 1, accepted, fraction, distance.astype(float)
 
         start = (jnp.zeros((), jnp.int32), jnp.array(False), jnp.zeros(()), jnp.zeros(()))
         _, accepted, fraction, distance = jax.lax.while_loop(unfinished, attempt, start)

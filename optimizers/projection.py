@@ -1,7 +1,7 @@
 """Projection to a trust region {y: metric(y, anchor) <= radius} along a curve from the anchor.
 
-The fraction of the curve that fits is found by bisection, of which the feasible end is kept: the result never leaves the region, whatever
-the metric is, as long as it grows along the curve.
+The fraction of the curve that fits is found by bisection, of which the feasible end is kept: the result never leaves the region by more
+than the rounding of its own entries, whatever the metric is, as long as it grows along the curve.
 """
 
 from typing import Any, NamedTuple
@@ -22,9 +22,15 @@ class ProjectionInfo(NamedTuple):
 
 
 def check_radius(radius: Any) -> None:
-    """Raises ValueError for a radius that is known and negative or NaN. Arrays under jit are not looked at."""
+    """Raises ValueError for a radius that is a Python number and negative or NaN. Arrays are not looked at."""
     if isinstance(radius, int | float) and not radius >= 0:
         raise ValueError(f'radius={radius} must be 0 or more')
+
+
+def _check(x: Any, radius: Any) -> None:
+    check_radius(radius)
+    if not jax.tree.leaves(x):
+        raise ValueError('there is nothing to project: the tree has no leaves')
 
 
 def _select(mask: Array, chosen: Any, other: Any) -> Any:
@@ -37,10 +43,20 @@ def _finite(tree: Any, batch_dims: int) -> Array:
     return jnp.stack(checks).all(0)
 
 
+def _with_dtypes(curve: curves.Curve) -> curves.Curve:
+    """The same curve in the dtypes of x: the fraction, float32 like the metric, would turn bfloat16 leaves into float32."""
+
+    def cast(anchor: Any, x: Any, fraction: Array) -> Any:
+        return jax.tree.map(lambda point, leaf: point.astype(leaf.dtype), curve(anchor, x, fraction), x)
+
+    return cast
+
+
 def straight_fraction(distance: Array, radius: Any) -> Array:
     """min(1, sqrt(radius / distance)), [...]: how much of a straight line fits, for a metric that grows with its square. Differentiable."""
     outside = distance > radius
-    return jnp.where(outside, jnp.sqrt(jnp.where(outside, radius / jnp.where(outside, distance, 1.0), 1.0)), 1.0)
+    # Not the root of the quotient, whose gradient in the distance is 0 * inf at radius 0.
+    return jnp.where(outside, jnp.sqrt(radius) / jnp.sqrt(jnp.where(outside, distance, 1.0)), 1.0)
 
 
 def radius_fraction(metric: metrics.Metric, curve: curves.Curve, x: Any, anchor: Any, radius: Any, *, num_steps: int = 40) -> Array:
@@ -56,9 +72,7 @@ def radius_fraction(metric: metrics.Metric, curve: curves.Curve, x: Any, anchor:
     Raises:
       ValueError: a negative radius, or a tree without leaves.
     """
-    check_radius(radius)
-    if not jax.tree.leaves(x):
-        raise ValueError('there is nothing to project: the tree has no leaves')
+    _check(x, radius)
     x, anchor = jax.lax.stop_gradient((x, anchor))
 
     def inside(fraction: Array) -> Array:
@@ -105,10 +119,11 @@ def project(
     """
     if not differentiable:
         x, anchor, radius = jax.lax.stop_gradient((x, anchor, radius))
-    check_radius(radius)
+    _check(x, radius)
     batch_dims = jax.eval_shape(metric, x, anchor).ndim
     finite = _finite(x, batch_dims)
     x = _select(finite, x, anchor)
+    curve = _with_dtypes(curve)
     fraction = radius_fraction(metric, curve, x, anchor, radius, num_steps=num_steps)
     distance = metric(x, anchor)
     outside = finite & ~(distance <= radius)
@@ -146,7 +161,11 @@ def project_full_gaussian(x: metrics.Gaussian, anchor: metrics.Gaussian, radius:
     Args:
       x, anchor: (mean [..., D], covariance [..., D, D]); positive definite. Where one of x is not, the anchor is returned.
       radius: >= 0, [] or [...].
+
+    Raises:
+      ValueError: a negative radius.
     """
+    check_radius(radius)
     x, anchor = jax.lax.stop_gradient((x, anchor))
     (mean, covariance), (mean0, covariance0) = x, anchor
     factor = jnp.linalg.cholesky(covariance0)
@@ -177,6 +196,8 @@ def project_decoupled(
 ) -> tuple[metrics.Gaussian, ProjectionInfo]:
     """Mean and covariance of a diagonal Gaussian, each projected to its own radius; differentiable in x and anchor.
 
+    Where an entry of x, or (but for kl) of its variance is not finite, the anchor is returned.
+
     | kind        | distance of the means             | distance of the covariances          | straight line in |
     |-------------|-----------------------------------|--------------------------------------|------------------|
     | kl          | 1/2 sum (m - m0)^2 / std0^2       | KL at equal means                    | precisions       |
@@ -191,11 +212,17 @@ def project_decoupled(
     Returns:
       ((mean, log_std), ProjectionInfo of the covariance's projection).
 
+    Raises:
+      ValueError: a negative radius, or an unknown kind.
+
     Source: Otto et al. 2021, 'Differentiable trust region layers for deep reinforcement learning' (Wasserstein with its scaled precision).
     """
     check_radius(mean_radius)
     check_radius(covariance_radius)
-    (mean, log_std), (mean0, log_std0) = x, anchor
+    if kind not in ('kl', 'wasserstein', 'frobenius'):
+        raise ValueError(f'kind={kind!r} must be kl, wasserstein or frobenius')
+    finite = _finite(x if kind == 'kl' else (*x, jnp.exp(2 * x[1])), x[0].ndim - 1)
+    (mean, log_std), (mean0, log_std0) = _select(finite, x, anchor), anchor
     scaled = jnp.square(mean - mean0) * (1.0 if kind == 'frobenius' else jnp.exp(-2 * log_std0))
     mean_distance = jnp.sum(scaled, axis=-1) * (0.5 if kind == 'kl' else 1.0)
     mean = curves.linear(mean0, mean, straight_fraction(mean_distance, mean_radius))
@@ -204,9 +231,7 @@ def project_decoupled(
         (_, log_std), info = project(
             metrics.gaussian_kl, curves.gaussian_geodesic, (same, log_std), (same, log_std0), covariance_radius, differentiable=True
         )
-        return (mean, log_std), info
-    if kind not in ('wasserstein', 'frobenius'):
-        raise ValueError(f'kind={kind!r} must be kl, wasserstein or frobenius')
+        return (mean, log_std), ProjectionInfo(jnp.where(finite, info.fraction, 0.0), info.distance, info.active | ~finite)
     power = 1 if kind == 'wasserstein' else 2
     size, size0 = jnp.exp(power * log_std), jnp.exp(power * log_std0)
     scale = jnp.exp(-2 * log_std0) if kind == 'wasserstein' else jnp.ones_like(log_std0)
@@ -214,4 +239,6 @@ def project_decoupled(
     fraction = straight_fraction(distance, covariance_radius)
     active = distance > covariance_radius
     moved = jnp.log(curves.linear(size0, size, fraction)) / power
-    return (mean, _select(active, moved, log_std)), ProjectionInfo(fraction, distance * jnp.square(fraction), active)
+    reached = jnp.where(fraction > 0, distance * jnp.square(fraction), 0.0)  # an infinite distance leaves the fraction 0
+    info = ProjectionInfo(jnp.where(finite, fraction, 0.0), jax.lax.stop_gradient(reached), active | ~finite)
+    return (mean, _select(active, moved, log_std)), info

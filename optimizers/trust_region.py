@@ -31,8 +31,8 @@ def project_to_trust_region(
     """Scales parameters + updates back towards the anchor so that form(precision, parameters - anchor) <= radius.
 
     Put it last in the chain: updates are added to the parameters, so nothing may change them afterwards. It is the projection along the ray
-    from the anchor; entries whose precision is 0 shrink along with the others unless `mask` frees them. An update that is not finite
-    becomes 0. The anchor is the parameters given to `init` until `set_anchor`.
+    from the anchor; entries whose precision is 0 shrink along with the others unless `mask` frees them. An update that is not finite,
+    or whose form is not, becomes 0. The anchor is the parameters given to `init` until `set_anchor`.
 
     Args:
       radius: >= 0, a number, an array, or a schedule of the number of updates.
@@ -42,6 +42,7 @@ def project_to_trust_region(
 
     Returns:
       A transform whose `update` needs `params` and ignores other arguments. Updates keep their dtype; the geometry is computed in float32.
+      For `optax.inject_hyperparams` everything but the radius is static: static_args=('precision', 'form', 'mask').
 
     Raises:
       ValueError: a negative radius; `update` without params.
@@ -52,20 +53,18 @@ def project_to_trust_region(
     projection.check_radius(radius)
 
     def init(params: Any) -> TrustRegionState:
-        if not jax.tree.leaves(params):
-            start = precision
-        elif isinstance(precision, int | float):
+        if jax.tree_util.all_leaves([precision]) and jnp.ndim(precision) == 0:
             start = jax.tree.map(lambda leaf: jnp.full(leaf.shape, precision, jnp.float32), params)
         else:
-            start = precision
-        anchor = jax.tree.map(jnp.array, params)  # a copy, so that params may be donated
-        return TrustRegionState(anchor, start, jnp.zeros(()), jnp.ones(()), jnp.zeros((), jnp.int32))
+            start = jax.tree.map(jnp.array, precision)
+        anchor = jax.tree.map(jnp.array, params)  # copies, so that params and the state may be donated
+        return TrustRegionState(anchor, start, jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, TrustRegionState]:
         del extra_args
         if params is None:
             raise ValueError('project_to_trust_region needs the parameters: call update(updates, state, params)')
-        limit = radius(state.count) if callable(radius) else radius
+        limit = jnp.asarray(radius(state.count) if callable(radius) else radius, jnp.float32)
         bound = jax.tree.map(lambda _: True, params) if mask is None else _broadcast(mask, params)
         step = jax.tree.map(
             lambda keep, p, u, a: (p.astype(jnp.float32) + u.astype(jnp.float32) - a.astype(jnp.float32)) * keep,
@@ -74,7 +73,7 @@ def project_to_trust_region(
             updates,
             state.anchor,
         )
-        distance = form(state.precision, step)
+        distance = form(state.precision, step).astype(jnp.float32)
         finite = jnp.isfinite(distance) & _all_finite(updates)
         fraction = projection.straight_fraction(distance, limit)
 
