@@ -8,7 +8,7 @@ student as it acted, u an action before squashing and pi_T the frozen teacher:
     pi_T <- argmin KL(q || pi_T), KL(q || pi_old) <= kl_budget proximal = kl_radius: ours, per state
     pi_T <- mean and std projected apart                       proximal = decoupled: after Otto et al. 2021
     A = (credit of r - mean) / std over the batch
-    J = mean min(p A, clip(p, 1 - clip, 1 + clip) A),   p = pi / pi_old, over num_epochs passes of num_minibatches
+    J = mean min(p A, clip(p, 1 - c, 1 + c) A),   p = pi / pi_old, c = ratio_clip, over num_epochs passes of num_minibatches
 
 estimator = sampled: p, l and r of the whole action, as for a token. per_dimension (ours): of each action entry by itself. analytic: no
 samples of actions; the loss is KL(student || target) or its reverse, exact in every state. 'analytic' with aggregate=True and
@@ -25,7 +25,7 @@ import numpy as np
 from agents.fields import hyper, static, sweepable, validate
 from agents.types import Agent, Need, Phase, Plan, Policy
 from losses.distances import gaussian_kl
-from losses.distillation import CREDITS, distillation_kl, distillation_returns, mixture_reward
+from losses.distillation import CREDITS, distillation_kl, distillation_returns, mean_of_valid, mixture_reward
 from losses.policy_gradient import clipped_surrogate, gaussian_log_prob
 from networks import GaussianPolicy, observation_encoder
 from optimizers import adam_init, curves, metrics, minibatch_steps, project, project_decoupled
@@ -41,7 +41,7 @@ class Config:
     teacher_weight: float = sweepable(0.2, 'w, weight of the teacher in the mixture', low=1e-6, high=1)
     kl_budget: float = sweepable(0.3, 'radius in nats per state of kl_radius, and of the mean for decoupled', low=0)
     covariance_budget: float = sweepable(0.01, 'radius of the standard deviations for decoupled', low=0)
-    clip: float = sweepable(0.2, 'half width of the interval of ratios p', low=0)
+    ratio_clip: float = sweepable(0.2, 'half width of the interval of ratios p', low=0)
     discount: float = sweepable(0.99, 'of credit = discounted', low=0, high=1)
     estimator: str = static('sampled', 'how the gradient is estimated', choices=ESTIMATORS)
     proximal: str = static('mixture', 'which proximal teacher', choices=PROXIMAL)
@@ -137,17 +137,14 @@ def make(config: Config, spec) -> Agent:
     def loss(params, state, batches, key):
         rows = batches['rows']
         policy = distribution(params, rows['observations'])
-        weights = rows['valid'] / jnp.maximum(jnp.sum(rows['valid']), 1)
         if config.estimator == 'analytic':
-            value = jnp.sum(weights * distillation_kl(policy, rows['target'], config.direction))
+            value = mean_of_valid(distillation_kl(policy, rows['target'], config.direction), rows['valid'])
             return value, {'distill/loss': value}
         log_ratio = per_token(gaussian_log_prob(*policy, rows['actions'])) - rows['log_prob']
-        surrogate = jnp.sum(clipped_surrogate(log_ratio, rows['advantages'], state.hyper['clip']), axis=-1)
-        clipped = jnp.abs(jnp.expm1(log_ratio)) > state.hyper['clip']
-        return -jnp.sum(weights * surrogate), {
-            'distill/loss': -jnp.sum(weights * surrogate),
-            'distill/clipped': jnp.mean(clipped.astype(jnp.float32)),
-        }
+        surrogate = jnp.sum(clipped_surrogate(log_ratio, rows['advantages'], state.hyper['ratio_clip']), axis=-1)
+        clipped = jnp.abs(jnp.expm1(log_ratio)) > state.hyper['ratio_clip']
+        value = -mean_of_valid(surrogate, rows['valid'])
+        return value, {'distill/loss': value, 'distill/clipped': jnp.mean(clipped.astype(jnp.float32))}
 
     def build(loss, transform=None):
         def update(state, batches, step, key):

@@ -21,6 +21,7 @@ from agents.bc_flow import chunk_policy, velocity_network
 from agents.fields import hyper, static, sweepable, validate
 from agents.types import Agent, Need, Phase
 from losses.adjoint_matching import flow_times, path_kl, simulate_path
+from losses.distillation import mean_of_valid
 from losses.flow_matching import integrate_flow
 from optimizers import adam_init, minibatch_steps, straight_fraction
 
@@ -89,14 +90,15 @@ def make(config: Config, spec) -> Agent:
         states = jnp.moveaxis(simulate_path(old_field, old_field, noise, step_noises).states, 0, 1)
         old = along(student.field(state.params['base'], repeated(observations)), states)
         goal = along(teacher.field(state.teacher, repeated(observations)), states)
+        valid = fresh['valid'].reshape(-1)
         distances = kl(goal, old)
-        radius = distances if config.per_state else jnp.mean(distances)[None]
-        fraction = straight_fraction(radius, state.hyper['kl_budget'])
-        target = jax.lax.stop_gradient(old + fraction[:, None, None] * (goal - old))
-        rows = {'observations': observations, 'states': states, 'target': target, 'valid': fresh['valid'].reshape(-1)}
+        measured = distances if config.per_state else mean_of_valid(distances, valid)[None]
+        fraction = straight_fraction(measured, state.hyper['kl_budget'])
+        target = old + fraction[:, None, None] * (goal - old)
+        rows = {'observations': observations, 'states': states, 'target': target, 'valid': valid}
         seen = {
-            'distill/kl_to_teacher': jnp.mean(distances),
-            'distill/kl_to_target': jnp.mean(kl(target, old)),
+            'distill/kl_to_teacher': mean_of_valid(distances, valid),
+            'distill/kl_to_target': mean_of_valid(kl(target, old), valid),
             'distill/fraction': jnp.mean(fraction),
         }
         return {'rows': rows, 'seen': seen}
@@ -104,7 +106,7 @@ def make(config: Config, spec) -> Agent:
     def loss(params, state, batches, key):
         rows = batches['rows']
         velocities = along(student.field(params['base'], repeated(rows['observations'])), rows['states'])
-        value = jnp.sum(rows['valid'] * kl(velocities, rows['target'])) / jnp.maximum(jnp.sum(rows['valid']), 1)
+        value = mean_of_valid(kl(velocities, rows['target']), rows['valid'])
         return value, {'distill/loss': value}
 
     def build(loss, transform=None):

@@ -13,6 +13,11 @@ from losses.distances import gaussian_kl
 CREDITS = ('immediate', 'mean_future', 'discounted')
 
 
+def mean_of_valid(values: Array, valid: Array) -> Array:
+    """Mean of `values` over the rows where `valid` is 1, both [...]; 0 if there is none."""
+    return jnp.sum(valid * values) / jnp.maximum(jnp.sum(valid), 1)
+
+
 def mixture_reward(log_ratio: Array, teacher_weight: Array | float) -> Array:
     """log((w pi_T + (1 - w) pi_old) / pi_old) = log(w exp(l) + 1 - w): the reward of distilling towards a mixture of the two.
 

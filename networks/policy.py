@@ -20,16 +20,14 @@ class GaussianPolicy(nn.Module):
     action_size: int
     hidden_sizes: Sequence[int]
     state_dependent_std: bool = False
-    initial_log_std: float = 0.0
 
     @nn.compact
     def __call__(self, observations: Array) -> tuple[Array, Array]:
         outputs = MLP(self.hidden_sizes, self.action_size * (2 if self.state_dependent_std else 1))(observations)
         if self.state_dependent_std:
             mean, log_std = jnp.split(outputs, 2, axis=-1)
-            log_std = log_std + self.initial_log_std
         else:
             mean = outputs
-            log_std = self.param('log_std', nn.initializers.constant(self.initial_log_std), (self.action_size,))
+            log_std = self.param('log_std', nn.initializers.zeros, (self.action_size,))
             log_std = jnp.broadcast_to(log_std, mean.shape)
         return mean, jnp.clip(log_std, LOG_STD_MIN, LOG_STD_MAX)

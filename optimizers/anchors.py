@@ -14,6 +14,7 @@ import optax
 from jax import Array
 
 from losses import spectrum
+from optimizers import trees
 
 
 class AnchorState(NamedTuple):
@@ -41,7 +42,7 @@ def _rule(move: Callable[[AnchorState, Any], Any], remember: bool = False) -> An
     def update(state: AnchorState, x: Any) -> AnchorState:
         state, x = jax.lax.stop_gradient((state, x))
         moved = move(state, x)
-        finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((moved, x))]).all()
+        finite = trees.all_finite((moved, x))
         value = jax.tree.map(lambda new, old: jnp.where(finite, new, old).astype(old.dtype), moved, state.value)
         return state._replace(value=value, count=optax.safe_increment(state.count))
 

@@ -10,17 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from optimizers import trees
+
 Curve = Callable[[Any, Any, Array], Any]
-
-
-def expand(values: Array, like: Array) -> Array:
-    """`values` [...] with trailing axes of size 1, so that it broadcasts over the event dimensions of `like` [..., D...]."""
-    return values.reshape(values.shape + (1,) * (like.ndim - values.ndim))
 
 
 def linear(anchor: Any, x: Any, fraction: Array) -> Any:
     """anchor + fraction (x - anchor), leaf by leaf."""
-    return jax.tree.map(lambda a, b: a + expand(fraction, a) * (b - a), anchor, x)
+    return jax.tree.map(lambda a, b: a + trees.expand(fraction, a) * (b - a), anchor, x)
 
 
 def gaussian_geodesic(anchor: tuple[Array, Array], x: tuple[Array, Array], fraction: Array) -> tuple[Array, Array]:
@@ -30,7 +27,7 @@ def gaussian_geodesic(anchor: tuple[Array, Array], x: tuple[Array, Array], fract
     a bound on KL(q || anchor).
     """
     (mean0, log_std0), (mean1, log_std1) = anchor, x
-    share = expand(fraction, mean0)
+    share = trees.expand(fraction, mean0)
     log_ratio = 2 * (log_std0 - log_std1)  # of the precisions, x over anchor
     shift = jnp.maximum(log_ratio, 0)  # the larger precision is scaled to 1, so that nothing overflows
     from_x, from_anchor = share * jnp.exp(log_ratio - shift), (1 - share) * jnp.exp(-shift)
@@ -42,5 +39,5 @@ def gaussian_geodesic(anchor: tuple[Array, Array], x: tuple[Array, Array], fract
 def categorical_geodesic(anchor: Array, x: Array, fraction: Array) -> Array:
     """Normalised x^fraction anchor^(1 - fraction) of categorical distributions, as log probabilities [..., K]."""
     log_anchor, log_x = jax.nn.log_softmax(anchor), jax.nn.log_softmax(x)
-    share = expand(fraction, log_x)
+    share = trees.expand(fraction, log_x)
     return jax.nn.log_softmax(share * log_x + (1 - share) * log_anchor)

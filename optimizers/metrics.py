@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from losses import distances
+from optimizers import trees
 
 Metric = Callable[[Any, Any], Array]
 Gaussian = tuple[Array, Array]
@@ -71,24 +72,19 @@ def displacement(x: Any, anchor: Any) -> Any:
     return jax.tree.map(lambda a, b: a.astype(jnp.float32) - b.astype(jnp.float32), x, anchor)
 
 
-def _inner(left: Any, right: Any) -> Array:
-    products = [jnp.vdot(a, b, precision='highest') for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)]
-    return sum(products, jnp.zeros((), jnp.float32))
-
-
 def diagonal_form(precision: Any, step: Any) -> Array:
     """1/2 sum_i p_i d_i^2 for a step d and p >= 0, a tree like it."""
-    return 0.5 * _inner(jax.tree.map(lambda p, d: p * d, precision, step), step)
+    return 0.5 * trees.inner(jax.tree.map(lambda p, d: p * d, precision, step), step)
 
 
 def rank_one_form(precision: RankOne, step: Any) -> Array:
     """1/2 c (mu^T d)^2."""
-    return 0.5 * precision.scale * jnp.square(_inner(precision.direction, step))
+    return 0.5 * precision.scale * jnp.square(trees.inner(precision.direction, step))
 
 
 def low_rank_form(factors: Any, step: Any) -> Array:
     """1/2 sum_r (u_r^T d)^2 for factors u, a tree like d with leaves [R, ...]."""
-    return 0.5 * jnp.sum(jnp.square(jax.vmap(lambda factor: _inner(factor, step))(factors)))
+    return 0.5 * jnp.sum(jnp.square(jax.vmap(lambda factor: trees.inner(factor, step))(factors)))
 
 
 def kronecker_form(factors: dict[str, Kronecker], step: Any) -> Array:
@@ -103,5 +99,5 @@ def kronecker_form(factors: dict[str, Kronecker], step: Any) -> Array:
         layer = functools.reduce(lambda tree, key: tree[key], name.split('/') if name else (), step['params'])
         stacked = jnp.concatenate([layer['kernel'], layer['bias'][None]]) if 'bias' in layer else layer['kernel']
         product = jnp.matmul(jnp.matmul(inputs, stacked, precision='highest'), outputs, precision='highest')
-        total = total + 0.5 * _inner(product, stacked)
+        total = total + 0.5 * trees.inner(product, stacked)
     return total

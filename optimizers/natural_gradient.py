@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from optimizers import projection
+from optimizers import projection, trees
 
 
 class NaturalGradientState(NamedTuple):
@@ -19,11 +19,6 @@ class NaturalGradientState(NamedTuple):
     step_fraction: Array  # [], of the full step, 0 if none was accepted
     accepted: Array  # bool []
     residual: Array  # [], of the conjugate gradients, relative to the right-hand side
-
-
-def _dot(left: Any, right: Any) -> Array:
-    products = [jnp.vdot(a, b, precision='highest') for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)]
-    return sum(products, jnp.zeros(()))
 
 
 def _add(left: Any, scale: Array, right: Any) -> Any:
@@ -45,16 +40,16 @@ def conjugate_gradient(matvec: Callable[[Any], Any], b: Any, *, num_steps: int =
     Returns:
       (x, |b - A x| / |b| as the recursion sees it).
     """
-    squared = _dot(b, b)
+    squared = trees.inner(b, b)
 
     def step(carry: tuple, _: None) -> tuple[tuple, None]:
         x, residual, direction, current = carry
         product = matvec(direction)
-        curvature = _dot(direction, product)
+        curvature = trees.inner(direction, product)
         running = (current > tolerance * squared) & (curvature > 0)
         length = jnp.where(running, current / jnp.where(running, curvature, 1.0), 0.0)
         x, residual = _add(x, length, direction), _add(residual, -length, product)
-        following = _dot(residual, residual)
+        following = trees.inner(residual, residual)
         ratio = jnp.where(running, following / jnp.where(running, current, 1.0), 0.0)
         moved = _add(residual, ratio, direction)
         direction = jax.tree.map(lambda new, old: jnp.where(running, new, old), moved, direction)
@@ -125,7 +120,7 @@ def natural_gradient(
         direction, residual = conjugate_gradient(
             lambda vector: _add(hessian_product(vector), jnp.asarray(damping), vector), descent, num_steps=cg_steps, tolerance=tolerance
         )
-        curvature = _dot(direction, hessian_product(direction))
+        curvature = trees.inner(direction, hessian_product(direction))
         usable = jnp.isfinite(curvature) & (curvature > 0)
         scale = jnp.where(usable, jnp.sqrt(2 * limit / jnp.where(usable, curvature, 1.0)), 0.0)
         full_step = jax.tree.map(lambda leaf: (scale * leaf).astype(leaf.dtype), direction)
@@ -150,6 +145,6 @@ def natural_gradient(
         _, accepted, fraction, distance = jax.lax.while_loop(unfinished, attempt, start)
         fraction, distance = jnp.where(accepted, fraction, 0.0), jnp.where(accepted, distance, 0.0)
         step = jax.tree.map(lambda leaf: jnp.where(accepted, (fraction * leaf).astype(leaf.dtype), 0), full_step)
-        return step, NaturalGradientState(optax.safe_increment(state.count), distance, fraction, accepted, residual)
+        return step, NaturalGradientState(optax.safe_increment(state.count), distance, fraction, accepted, residual.astype(float))
 
     return optax.GradientTransformationExtraArgs(init, update)

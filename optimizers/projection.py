@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optimizers import curves, metrics
+from optimizers import curves, metrics, trees
 
 
 class ProjectionInfo(NamedTuple):
@@ -31,16 +31,6 @@ def _check(x: Any, radius: Any) -> None:
     check_radius(radius)
     if not jax.tree.leaves(x):
         raise ValueError('there is nothing to project: the tree has no leaves')
-
-
-def _select(mask: Array, chosen: Any, other: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(curves.expand(mask, a), a, b), chosen, other)
-
-
-def _finite(tree: Any, batch_dims: int) -> Array:
-    """[...]: all entries of all leaves behind the batch dimensions are finite."""
-    checks = [jnp.isfinite(leaf).all(tuple(range(batch_dims, leaf.ndim))) for leaf in jax.tree.leaves(tree)]
-    return jnp.stack(checks).all(0)
 
 
 def _with_dtypes(curve: curves.Curve) -> curves.Curve:
@@ -121,8 +111,8 @@ def project(
         x, anchor, radius = jax.lax.stop_gradient((x, anchor, radius))
     _check(x, radius)
     batch_dims = jax.eval_shape(metric, x, anchor).ndim
-    finite = _finite(x, batch_dims)
-    x = _select(finite, x, anchor)
+    finite = trees.all_finite(x, batch_dims)
+    x = trees.select(finite, x, anchor)
     curve = _with_dtypes(curve)
     fraction = radius_fraction(metric, curve, x, anchor, radius, num_steps=num_steps)
     distance = metric(x, anchor)
@@ -130,8 +120,8 @@ def project(
     kept = outside & (fraction > 0)  # at fraction 0 the curve may still be NaN, if x is huge: 0 * inf
     if differentiable:
         fraction = _implicit(metric, curve, x, anchor, radius, fraction, kept)
-    on_curve = curve(anchor, _select(kept, x, anchor), fraction)
-    point = _select(outside, _select(kept, on_curve, anchor), x)
+    on_curve = curve(anchor, trees.select(kept, x, anchor), fraction)
+    point = trees.select(outside, trees.select(kept, on_curve, anchor), x)
     reached = jnp.where(outside, metric(point, anchor), distance)
     return point, ProjectionInfo(jnp.where(finite, fraction, 0.0), jax.lax.stop_gradient(reached), outside | ~finite)
 
@@ -146,7 +136,7 @@ def _implicit(metric: metrics.Metric, curve: curves.Curve, x: Any, anchor: Any, 
     _, slope = jax.jvp(lambda each: excess(each, *fixed), (fraction,), (jnp.ones_like(fraction),))
     usable = active & jnp.isfinite(slope) & (slope > 0)
     # A double where: elsewhere the argument is replaced too, since 0 times a gradient that is not finite would be NaN.
-    x = _select(usable, x, jax.lax.stop_gradient(anchor))
+    x = trees.select(usable, x, jax.lax.stop_gradient(anchor))
     moved = excess(fraction, x, anchor, radius)
     correction = (moved - jax.lax.stop_gradient(moved)) / jax.lax.stop_gradient(jnp.where(usable, slope, 1.0))
     return jnp.where(usable, fraction - correction, fraction)
@@ -188,7 +178,7 @@ def project_full_gaussian(x: metrics.Gaussian, anchor: metrics.Gaussian, radius:
     (shift, log_std), info = project(metrics.gaussian_kl, curves.gaussian_geodesic, target, origin, radius)
     scaled = back * jnp.exp(log_std)[..., None, :]
     point = (mean0 + product(back, shift[..., None])[..., 0], product(scaled, jnp.swapaxes(scaled, -1, -2)))
-    return _select(info.active, _select(definite, point, anchor), x), info
+    return trees.select(info.active, trees.select(definite, point, anchor), x), info
 
 
 def project_decoupled(
@@ -221,8 +211,8 @@ def project_decoupled(
     check_radius(covariance_radius)
     if kind not in ('kl', 'wasserstein', 'frobenius'):
         raise ValueError(f'kind={kind!r} must be kl, wasserstein or frobenius')
-    finite = _finite(x if kind == 'kl' else (*x, jnp.exp(2 * x[1])), x[0].ndim - 1)
-    (mean, log_std), (mean0, log_std0) = _select(finite, x, anchor), anchor
+    finite = trees.all_finite(x if kind == 'kl' else (*x, jnp.exp(2 * x[1])), x[0].ndim - 1)
+    (mean, log_std), (mean0, log_std0) = trees.select(finite, x, anchor), anchor
     scaled = jnp.square(mean - mean0) * (1.0 if kind == 'frobenius' else jnp.exp(-2 * log_std0))
     mean_distance = jnp.sum(scaled, axis=-1) * (0.5 if kind == 'kl' else 1.0)
     mean = curves.linear(mean0, mean, straight_fraction(mean_distance, mean_radius))
@@ -241,4 +231,4 @@ def project_decoupled(
     moved = jnp.log(curves.linear(size0, size, fraction)) / power
     reached = jnp.where(fraction > 0, distance * jnp.square(fraction), 0.0)  # an infinite distance leaves the fraction 0
     info = ProjectionInfo(jnp.where(finite, fraction, 0.0), jax.lax.stop_gradient(reached), active | ~finite)
-    return (mean, _select(active, moved, log_std)), info
+    return (mean, trees.select(active, moved, log_std)), info

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from optimizers import metrics, projection
+from optimizers import metrics, projection, trees
 
 
 class TrustRegionState(NamedTuple):
@@ -74,7 +74,7 @@ def project_to_trust_region(
             state.anchor,
         )
         distance = form(state.precision, step).astype(jnp.float32)
-        finite = jnp.isfinite(distance) & _all_finite(updates)
+        finite = jnp.isfinite(distance) & trees.all_finite(updates)
         fraction = projection.straight_fraction(distance, limit)
 
         def project(keep: bool, param: Array, change: Array, anchor: Array, away: Array) -> Array:
@@ -120,7 +120,3 @@ def set_anchor(state: TrustRegionState, params: Any, precision: Any, *, decay: f
 def _broadcast(mask: Any, params: Any) -> Any:
     """The mask of every leaf, from a tree that may end above the leaves."""
     return jax.tree.map(lambda keep, part: jax.tree.map(lambda _: keep, part), mask, params)
-
-
-def _all_finite(tree: Any) -> Array:
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)] or [jnp.array(True)]).all()

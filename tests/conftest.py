@@ -1,7 +1,9 @@
 """Settings of every test: two CPU devices, no silent broadcasting, compiled programs kept between runs."""
 
+import contextlib
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
 
 # Child processes (scripts, workers) inherit these; jax reads them at import.
@@ -35,3 +37,24 @@ def helper():
         return module
 
     return load
+
+
+@pytest.fixture
+def powerless(tmp_path):
+    """powerless(): a context in which rights to files count. Root may write anywhere, so it acts as nobody, who may reach tmp_path."""
+
+    @contextlib.contextmanager
+    def act():
+        if os.geteuid() != 0:
+            yield
+            return
+        for folder in tmp_path.parents:
+            if Path(tempfile.gettempdir()) in folder.parents:
+                folder.chmod(folder.stat().st_mode | 0o055)
+        os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+
+    return act

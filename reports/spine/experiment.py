@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,22 @@ from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[2]
 MAZE_TASK, CUBE_TASK = 'ogbench/pointmaze-medium-singletask-task{}-v0', 'ogbench/cube-single-singletask-task{}-v0'
-# data set, task, what is added to the data seed and to the seeds, whether the control holds the base at the clone (amendment of the plan)
+
+
+class Suite(NamedTuple):
+    """One data set of the plan."""
+
+    dataset_name: str
+    env_name: str  # with a place for the number of the task
+    shift: int  # added to the seed of the data and to the seeds
+    frozen_control: bool  # whether the control holds the base at the clone: the plan's amendment
+
+
 SUITES = {
-    'maze-explore': ('ogbench/pointmaze-medium-explore-v0', MAZE_TASK, 0, False),
-    'maze-navigate': ('ogbench/pointmaze-medium-navigate-v0', MAZE_TASK, 0, True),
-    'maze-explore-again': ('ogbench/pointmaze-medium-explore-v0', MAZE_TASK, 10, True),
-    'cube-play': ('ogbench/cube-single-play-v0', CUBE_TASK, 0, True),
+    'maze-explore': Suite('ogbench/pointmaze-medium-explore-v0', MAZE_TASK, 0, False),
+    'maze-navigate': Suite('ogbench/pointmaze-medium-navigate-v0', MAZE_TASK, 0, True),
+    'maze-explore-again': Suite('ogbench/pointmaze-medium-explore-v0', MAZE_TASK, 10, True),
+    'cube-play': Suite('ogbench/cube-single-play-v0', CUBE_TASK, 0, True),
 }
 SHARED = {'batch_size': 128, 'learning_rate': 1e-3, 'horizon_length': 5, 'normalize_observations': True}
 MAZE = {**SHARED, 'hidden_sizes': (64, 64), 'observation_octaves': 3}
@@ -147,8 +157,9 @@ class Cells:
         critic = {'critic_hidden_sizes': self.config['hidden_sizes'], 'num_critics': 2, 'clip': 'per_net', 'discount': 0.99}
         for name, grid in GRIDS.items():
             self._train(name, task, {**self.config, **critic}, self.updates, self.out / f'task{task}' / name, self.out / 'bc', grid)
-        control = {**self.config, **critic, 'kl_budget': 1e-6, 'freeze_base': self.frozen_control}
-        self._train('trqam', task, control, self.updates, self.out / f'task{task}' / 'control', self.out / 'bc', {}) if task == 1 else None
+        if task == 1:
+            control = {**self.config, **critic, 'kl_budget': 1e-6, 'freeze_base': self.frozen_control}
+            self._train('trqam', task, control, self.updates, self.out / 'task1/control', self.out / 'bc', {})
         self._scores(task)
 
     def _scores(self, task: int) -> None:

@@ -151,7 +151,7 @@ CHANGED = {
     'dual_max': 0.5,
     'kl_clip': 1.0,
     'kl_budget': 1e-3,
-    'clip': 1e-3,
+    'ratio_clip': 1e-3,
 }
 # Fields that need other options to show; tests/agents/test_topd.py has them.
 IDLE = {'topd': {'kl_budget', 'covariance_budget', 'discount'}}

@@ -53,6 +53,19 @@ def test_loss_without_a_budget_is_the_path_kl(agent):
     np.testing.assert_allclose(float(value), float(prepared['seen']['distill/kl_to_teacher']), rtol=1e-5)
 
 
+def test_rows_that_are_not_valid_count_for_nothing(agent):
+    """Other observations in the rows of the last environment change neither the metrics nor the gradient."""
+    state, update = start(agent, kl_budget=0.05), jax.jit(agent.phases['train'].update)
+    valid = ONES.at[3].set(0)
+    observations = BATCH['fresh']['observations']
+    results = [
+        update(state, {'fresh': {'observations': each, 'valid': valid}}, jnp.int32(0), jax.random.key(9))
+        for each in (observations, observations.at[3].add(2.0))
+    ]
+    for name in ('distill/kl_to_teacher', 'distill/kl_to_target', 'distill/loss', 'grad/norm'):
+        np.testing.assert_allclose(float(results[0][1][name]), float(results[1][1][name]), rtol=1e-5, err_msg=name)
+
+
 def test_it_learns():
     """80 updates: the path KL to a teacher with other and larger weights falls to a tenth, and no target lies outside the budget."""
     env = envs.make('probe/line')
