@@ -38,8 +38,9 @@ endif
 demo: $(STAMP)  ## train TRQAM on a point maze and plot success before and after
 	.venv/bin/python scripts/demo.py --out=runs/demo
 
+# Two processes, since most tests compile on one core; a file stays in one of them, as its tests share what they compile.
 test: $(STAMP)  ## all tests but the slow ones
-	$(RUN) pytest -q --durations=15 -m 'not slow'
+	$(RUN) pytest -q -n 2 --dist=loadfile --durations=15 -m 'not slow'
 
 test-slow: $(STAMP)  ## the slow tests: every backend, long runs
 	$(RUN) pytest -q --durations=15 -m slow
