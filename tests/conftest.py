@@ -48,7 +48,7 @@ def powerless(tmp_path):
         if os.geteuid() != 0:
             yield
             return
-        for folder in tmp_path.parents:
+        for folder in (tmp_path, *tmp_path.parents):
             if Path(tempfile.gettempdir()) in folder.parents:
                 folder.chmod(folder.stat().st_mode | 0o055)
         os.seteuid(65534)
