@@ -75,11 +75,15 @@ def run(scale: str, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for suite in settings['suites']:
         cell = Cells(settings, suite, out / suite)
+        if (out / suite / 'measured.json').exists():
+            continue
         cell.make_data()
         cell.clones()
         for task in settings['tasks']:
             cell.task(task)
             write_results(scale, settings, out)  # after every task, so that a stopped run leaves what it has
+        cell.finish()
+    write_results(scale, settings, out)
 
 
 class Cells:
@@ -152,6 +156,10 @@ class Cells:
         third = self.clone_updates // 3
         self._train('bc_flow', 1, self.config, self.clone_updates, self.out / 'bc', None, {}, eval_interval=max(third, 1))
         self._train('bc_flow', 1, self.config, self.updates, self.out / 'bc_continued', self.out / 'bc', {}, eval_interval=self.updates)
+
+    def finish(self) -> None:
+        """What outlives the runs of a data set, beside the scores of its tasks."""
+        folder.write_json(self.out / 'measured.json', {'floor': _floor(self.out / 'bc'), 'provenance': folder.provenance(machine=False)})
 
     def task(self, task: int) -> None:
         critic = {'critic_hidden_sizes': self.config['hidden_sizes'], 'num_critics': 2, 'clip': 'per_net', 'discount': 0.99}
@@ -233,26 +241,18 @@ def _actions(agent: Any, states: Any, observations: Any, action_shape: tuple[int
 
 def write_results(scale: str, settings: dict[str, Any], out: Path) -> None:
     """results.json and table.md from the cells that are done."""
-    raw, claims, controls = {}, [], {}
+    raw, claims, controls, measured = {}, [], {}, {}
     for suite in settings['suites']:
         done = {task: out / suite / f'task{task}' / 'scores.json' for task in settings['tasks']}
         raw[suite] = {f'task{task}': json.loads(path.read_text()) for task, path in done.items() if path.exists()}
         controls[suite] = _control(raw[suite])
         claims += _comparisons(suite, raw[suite], scale, len(raw[suite]) == len(settings['tasks']), controls[suite])
-    folder.write_json(
-        out / 'results.json',
-        {
-            'scale': scale,
-            'claims': claims,
-            'raw': raw,
-            'controls': controls,
-            'floors': _floors(settings, out),
-            'provenance': folder.provenance(machine=False),
-        },
-    )
+        whole = out / suite / 'measured.json'
+        measured[suite] = json.loads(whole.read_text()) if whole.exists() else None
+    folder.write_json(out / 'results.json', {'scale': scale, 'claims': claims, 'raw': raw, 'controls': controls, 'measured': measured})
     folder.write_text(out / 'table.md', _table(raw))
     for suite, tasks in raw.items():
-        if tasks:
+        if tasks and measured[suite] is None:
             _plot_dual(out / suite, list(tasks), out / f'dual-{suite}.png')
 
 
@@ -297,18 +297,12 @@ def _comparisons(suite: str, tasks: dict[str, Any], scale: str, complete: bool, 
     return claims
 
 
-def _floors(settings: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Success of the clone on task 1 over its training: {suite: [[update, mean success], ...]}."""
-    floors = {}
-    for suite in settings['suites']:
-        path = out / suite / 'bc'
-        if not (path / 'summary.json').exists():
-            continue
-        columns = read_metrics(path)
-        scored = np.isfinite(columns['eval/success'])
-        updates = sorted(set(columns['update'][scored].tolist()))
-        floors[suite] = [[update, float(columns['eval/success'][scored & (columns['update'] == update)].mean())] for update in updates]
-    return floors
+def _floor(path: Path) -> list[list[float]]:
+    """Success of the clone on task 1 over its training: [[update, mean success], ...]."""
+    columns = read_metrics(path)
+    scored = np.isfinite(columns['eval/success'])
+    updates = sorted(set(columns['update'][scored].tolist()))
+    return [[update, float(columns['eval/success'][scored & (columns['update'] == update)].mean())] for update in updates]
 
 
 def _plot_dual(runs_of: Path, tasks: list[str], path: Path) -> None:
